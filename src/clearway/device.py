@@ -1,0 +1,247 @@
+"""The machine: which device, how much memory, how to wait for it. No other file asks torch about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from clearway.errors import RequestError, UnavailableError
+from clearway.types import Precision
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("cuda", "mps", "xpu", "cpu")
+DTYPES = ("float32", "float16", "bfloat16")
+MPS_MINIMUM = (2, 13)  # scaled_dot_product_attention(is_causal=True) is wrong on MPS before
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device; `str()` gives torch's name for it, which every torch call takes."""
+
+    kind: str
+    index: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes; on the CPU and on MPS of the machine, on CUDA of the device."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def pick(name: str | None = None) -> Device:
+    """The device called `name` ("cuda", "cuda:1", "mps", "cpu"; None or "auto": the best one here).
+
+    Raises RequestError for a name that is none, UnavailableError for a device this machine lacks.
+    """
+    if name in (None, "auto"):
+        for kind in KINDS:
+            if absent(kind) is None:
+                return Device(kind, 0 if kind == "cuda" else None)
+    assert name is not None
+    kind, _, number = name.partition(":")
+    if kind not in KINDS or (number and not number.isdigit()):
+        raise RequestError(f"device {name!r} is not known; it is one of auto, {', '.join(KINDS)} (or cuda:1)")
+    reason = absent(kind)
+    if reason:
+        raise UnavailableError(
+            f"device {name} was asked for and cannot be used: {reason}; --device cpu works"
+        )
+    index = int(number) if number else (0 if kind == "cuda" else None)
+    if kind == "cuda":
+        import torch
+
+        count = torch.cuda.device_count()
+        if index is not None and index >= count:
+            raise UnavailableError(
+                f"device {name} was asked for and this machine has {count} CUDA device(s), counted from 0"
+            )
+    return Device(kind, index)
+
+
+def absent(kind: str) -> str | None:
+    """Why this machine has no usable device of `kind`; None where it has one."""
+    import torch
+
+    if kind == "cpu":
+        return None
+    if kind == "cuda":
+        if not torch.backends.cuda.is_built():
+            return f"torch {torch.__version__} was built without CUDA"
+        return None if torch.cuda.is_available() else "no CUDA device or driver answers"
+    if kind == "mps":
+        if not torch.backends.mps.is_built():
+            return f"torch {torch.__version__} was built without MPS (Apple silicon)"
+        if not torch.backends.mps.is_available():
+            return "MPS needs Apple silicon and macOS 14 or later"
+        if torch_version() < MPS_MINIMUM:
+            return (
+                f"MPS needs torch 2.13 or later (causal attention is wrong before), found {torch.__version__}"
+            )
+        return None
+    if not (hasattr(torch, "xpu") and torch.xpu.is_available()):
+        return "no Intel GPU answers"
+    return None
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the installed torch."""
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()))
+
+
+def default_precision(device: Device) -> Precision:
+    """The dtypes that are safe and quick on `device`: half precision on GPUs, with a float32 VAE."""
+    if device.kind == "cuda":
+        import torch
+
+        half = "float16" if torch.cuda.get_device_capability(device.index or 0) >= (7, 0) else "float32"
+        return Precision(unet=half, text_encoder=half, vae="float32", sampling="float32")
+    if device.kind == "mps":  # no sampling upcast by default: a trade-off, hence recorded in the picture
+        return Precision(unet="float16", text_encoder="float16", vae="float32", sampling="float16")
+    if device.kind == "xpu":
+        return Precision(unet="float16", text_encoder="float16", vae="float32", sampling="float32")
+    return Precision()
+
+
+def dtype(name: str) -> torch.dtype:
+    """torch's dtype called `name`; RequestError where it is none of the supported ones."""
+    import torch
+
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    found = names.get(name, name)
+    if found not in DTYPES:
+        raise RequestError(f"dtype {name!r} is not known; it is one of {', '.join(DTYPES)}")
+    value: torch.dtype = getattr(torch, found)
+    return value
+
+
+def memory(device: Device) -> Memory:
+    """What the device has and has free now, in bytes."""
+    if device.kind == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device.index or 0)
+        return Memory(total, free)
+    try:
+        import psutil
+    except ImportError:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
+    now = psutil.virtual_memory()
+    return Memory(now.total, now.available)
+
+
+def synchronize(device: Device) -> None:
+    """Waits until the device has done what was asked of it. Never call this inside the sampling loop."""
+    import torch
+
+    if device.kind == "cuda":
+        torch.cuda.synchronize(device.index)
+    elif device.kind == "mps":
+        torch.mps.synchronize()
+    elif device.kind == "xpu":
+        torch.xpu.synchronize()
+
+
+def release_memory(device: Device) -> None:
+    """Gives cached, unused device memory back to the system."""
+    import torch
+
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+    elif device.kind == "mps":
+        torch.mps.empty_cache()
+
+
+def noise_device(device: Device, rng: str) -> str:
+    """Where noise is made: the WebUI's "GPU" is the device itself, but the CPU on MPS."""
+    return "cpu" if rng == "CPU" or device.kind == "mps" else str(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a torch error (or MemoryError) says that memory ran out."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text
+        for sign in ("out of memory", "can't allocate memory", "not enough memory", "invalid buffer size")
+    )
+
+
+@contextmanager
+def tf32(device: Device, allowed: bool) -> Iterator[None]:
+    """Within it CUDA float32 matmuls and convolutions may (or may not) use TF32; afterwards as before."""
+    if device.kind != "cuda":
+        yield
+        return
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def machine() -> dict[str, Any]:
+    """What `doctor` and evidence say of the machine: names and versions, nothing private."""
+    import importlib.metadata as metadata
+
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("diffusers", "transformers", "safetensors", "tokenizers", "torchsde", "triton"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    now = memory(Device("cpu"))
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "macos": platform.mac_ver()[0] or None,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": now.total_bytes,
+        "versions": versions,
+    }
+
+
+def describe(device: Device) -> str:
+    """The device's product name with its memory."""
+    if device.kind == "cuda":
+        import torch
+
+        card = torch.cuda.get_device_properties(device.index or 0)
+        return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute {card.major}.{card.minor}"
+    return f"{_processor()}, {memory(Device('cpu')).total_bytes / 2**30:.0f} GiB"
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        try:
+            with open("/proc/cpuinfo", encoding="utf-8") as file:
+                for line in file:
+                    if line.startswith("model name"):
+                        return line.split(":", 1)[1].strip()
+        except OSError:
+            pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,21 @@
+"""Eager execution: the module is called as it is, and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Eager:
+    """Calls `module` and counts each call in `routes` as "<part>/eager"."""
+
+    module: Callable[..., Any]
+    part: str
+    routes: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.routes[f"{self.part}/eager"] += 1
+        return self.module(*args, **kwargs)

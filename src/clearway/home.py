@@ -1,0 +1,62 @@
+"""The one folder that keeps state between runs: verdicts, tuned tables, file hashes; later queue and gallery.
+
+`CLEARWAY_HOME` names it; otherwise the platform's usual place. Below it is a folder for the layout's version,
+so that an older Clearway never reads what a newer one wrote. Losing the folder costs time, never a picture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LAYOUT = "v1"
+
+
+def root() -> Path:
+    """The state folder without its layout version; not created."""
+    named = os.environ.get("CLEARWAY_HOME")
+    if named:
+        return Path(named).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "Clearway"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "Clearway"
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "clearway"
+
+
+def path(*parts: str) -> Path:
+    """A file or folder of the current layout, e.g. path("verdicts", "h200.json"); not created."""
+    return root().joinpath(LAYOUT, *parts)
+
+
+def read_json(*parts: str) -> dict[str, Any]:
+    """The object stored at `parts`; empty where there is none or it cannot be read (it is only a cache)."""
+    try:
+        found = json.loads(path(*parts).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(value: dict[str, Any], *parts: str) -> bool:
+    """Stores `value` at `parts` in one move; False where the disk does not allow it (go on without)."""
+    target = path(*parts)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError:
+        return False
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, sort_keys=True)
+        os.replace(name, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        return False
+    return True

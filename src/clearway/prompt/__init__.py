@@ -1,0 +1,7 @@
+"""Text -> Plan. No torch here."""
+
+from clearway.prompt.chunks import Window, windows
+from clearway.prompt.grammar import parse
+from clearway.prompt.schedule import plan
+
+__all__ = ["Window", "parse", "plan", "windows"]
