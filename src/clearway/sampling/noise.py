@@ -1,0 +1,133 @@
+"""Noise per image, equal to the last bit however images are grouped: seeded generators and Brownian paths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from clearway.errors import RequestError
+from clearway.sampling.registry import Sampler, find_sampler
+from clearway.types import Noise
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+RESOLUTION_DIGITS = 6  # torchsde's default tolerance, 1e-6: what k-diffusion's trees have
+
+
+class ImageNoise:
+    """N(0, 1) for B images, one generator each.
+
+    The initial noise comes first, then every draw of an ancestral sampler. `shape` is one image's (C, h, w),
+    `seeds` has one seed an image. Drawn in float32 on `drawn_on` (on MPS A1111 draws on the CPU), then moved
+    to `device` and `dtype` (None: float32). Raises RequestError for seeds that are none.
+    Source: A1111 v1.10.1's ImageRNG and its replacement of k-diffusion's randn_like.
+    """
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        shape: Sequence[int],
+        *,
+        drawn_on: str | torch.device = "cpu",
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        import torch
+
+        self._shape = tuple(shape)
+        self._device = torch.device(device)
+        self._dtype = torch.float32 if dtype is None else dtype
+        self._in_flight: list[Tensor] = []
+        self.seeds = _checked_seeds(seeds)
+        self.drawn_on = torch.device(drawn_on)
+        self._generators = [torch.Generator(self.drawn_on).manual_seed(seed) for seed in self.seeds]
+
+    def initial(self) -> Tensor:
+        """The starting noise (B, C, h, w), N(0, 1): the first draw, so call it before anything else draws."""
+        return self._draw()
+
+    def __call__(self, sigma: float, sigma_next: float) -> Tensor:
+        """The next draw (B, C, h, w); the sigmas do not matter, draws are independent."""
+        return self._draw()
+
+    def _draw(self) -> Tensor:
+        import torch
+
+        rows = [
+            torch.randn(self._shape, generator=one, device=one.device, dtype=torch.float32)
+            for one in self._generators
+        ]
+        return _moved(torch.stack(rows), self._device, self._dtype, self._in_flight)
+
+
+def brownian_noise(
+    x: Tensor, sigmas: Tensor, seeds: Sequence[int], *, device: str | torch.device | None = None
+) -> Noise:
+    """Noise for SDE samplers: (sigma, sigma_next) -> N(0, 1) of x's shape, device and dtype.
+
+    One Brownian path an image over [smallest sigma above 0, largest], seeded with the image's seed; the noise
+    is the path's increment divided by sqrt(|sigma_next - sigma|), so overlapping steps get matching noise.
+    Sigmas outside the range count as its ends. Below torchsde's resolution of 1e-6 the increment is 0. Drawn
+    in float32 on `device` (None: x's). Raises RequestError where seeds do not match the rows of x.
+    Source: k-diffusion's BatchedBrownianTree and BrownianTreeNoiseSampler, over torchsde's BrownianTree.
+    """
+    import torch
+    import torchsde
+
+    if len(_checked_seeds(seeds)) != len(x):
+        raise RequestError(f"Brownian noise needs one seed an image, found {len(seeds)} for {len(x)} images")
+    levels = [value for value in sigmas.tolist() if value > 0]
+    if not levels:
+        raise RequestError("Brownian noise needs a sigma above 0, found none")
+    low, high = min(levels), max(levels)
+    start = torch.zeros(x.shape[1:], dtype=torch.float32, device=x.device if device is None else device)
+    trees: list[Callable[[float, float], Tensor]] = [
+        torchsde.BrownianTree(t0=low, w0=start, t1=high, entropy=seed) for seed in seeds
+    ]
+    low, high = round(low, RESOLUTION_DIGITS), round(high, RESOLUTION_DIGITS)
+    target, dtype = x.device, x.dtype  # not x itself, which would keep the first latents alive
+    in_flight: list[Tensor] = []
+
+    def noise(sigma: float, sigma_next: float) -> Tensor:
+        # Python floats all the way: given tensors, torchsde would read them back.
+        before, after = sorted((sigma, sigma_next))
+        first, last = (min(max(round(t, RESOLUTION_DIGITS), low), high) for t in (before, after))
+        if first >= last:
+            return torch.zeros((len(trees), *start.shape), dtype=dtype, device=target)
+        increments = torch.stack([tree(first, last) for tree in trees])
+        length = math.sqrt(after - before)
+        return _moved(increments / (length if sigma_next > sigma else -length), target, dtype, in_flight)
+
+    return noise
+
+
+def noise_for(sampler: str | Sampler, images: ImageNoise, x: Tensor, sigmas: Tensor) -> Noise:
+    """What `sampler` draws from: Brownian paths with the same seeds and place of drawing, or `images`."""
+    found = sampler if isinstance(sampler, Sampler) else find_sampler(sampler)
+    if found.noise != "brownian":
+        return images
+    return brownian_noise(x, sigmas, images.seeds, device=images.drawn_on)
+
+
+def _moved(noise: Tensor, device: torch.device, dtype: torch.dtype, in_flight: list[Tensor]) -> Tensor:
+    """Drawn noise where it is needed; the host does not wait for the device, as it would in a plain copy."""
+    noise = noise.to(dtype)
+    if noise.device.type != "cpu" or device.type == "cpu":
+        return noise.to(device)
+    if device.type == "cuda":
+        noise = noise.pin_memory()  # a copy from pageable memory waits
+    else:  # MPS reads the source when the copy runs; freed before, it gives garbage (pytorch#189690)
+        in_flight.append(noise)
+    return noise.to(device, non_blocking=True)
+
+
+def _checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    for seed in seeds:
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise RequestError(
+                f"seed {seed!r} cannot be used; it must be a whole number from 0 to {2**63 - 1}"
+            )
+    return tuple(seeds)
