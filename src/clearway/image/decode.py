@@ -1,0 +1,20 @@
+"""Pixels -> bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+def to_uint8(pixels: Tensor) -> np.ndarray:
+    """uint8 (B, H, W, 3) of pixels (B, 3, H, W) in -1..1; values outside are clamped.
+
+    The fraction is cut off, not rounded, as the WebUI does, so that the same latents give the same bytes.
+    """
+    import torch
+
+    scaled = ((pixels.float() + 1) / 2).clamp(0, 1) * 255
+    return scaled.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
