@@ -39,7 +39,7 @@ def test_an_old_torch_is_refused_on_mps_with_its_reason(monkeypatch: pytest.Monk
 
 def test_dtypes_by_name() -> None:
     assert device.dtype("float16") is device.dtype("fp16") is torch.float16
-    with pytest.raises(RequestError, match="float8 is|'float8' is not known"):
+    with pytest.raises(RequestError, match="'float8' is not known"):
         device.dtype("float8")
 
 

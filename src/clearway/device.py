@@ -77,7 +77,7 @@ def absent(kind: str) -> str | None:
     if kind == "cpu":
         return None
     if kind == "cuda":
-        if not torch.backends.cuda.is_built():
+        if torch.version.cuda is None and torch.version.hip is None:
             return f"torch {torch.__version__} was built without CUDA"
         return None if torch.cuda.is_available() else "no CUDA device or driver answers"
     if kind == "mps":

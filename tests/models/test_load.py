@@ -1,0 +1,90 @@
+"""Sources of every kind, and the order in which they are looked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clearway.device import Device
+from clearway.errors import RequestError, UnavailableError
+from clearway.models import hub, library, load
+from clearway.types import Precision
+
+
+def test_paths_names_and_what_is_chosen(
+    folders: dict[str, Path], files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(files["sd1"], device=Device("cpu"))
+    assert (model.name, model.path, str(model.device)) == ("sd1", files["sd1"], "cpu")
+    assert model.precision == Precision()
+    assert load(str(folders["sdxl"]), device="cpu").name == "tiny-sdxl"
+    monkeypatch.setenv("CLEARWAY_MODELS", str(folders["sd1"].parent))
+    assert load("TINY-SD1", device="cpu").name == "tiny-sd1"
+    monkeypatch.chdir(folders["sd1"])
+    assert load(".", device="cpu").name == "tiny-sd1"
+
+
+def test_existing_paths_are_never_hub_ids(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("asked the hub"))
+    place = folders["sd1"].parent
+    monkeypatch.chdir(place.parent)
+    assert load(f"{place.name}/tiny-sd1", device="cpu").name == "tiny-sd1"
+    for source in ("./a/b", "../x", "a/b.safetensors", "/a/b", "~/none/x", "x/y/z", "plain"):
+        with pytest.raises(RequestError):
+            load(source, device="cpu")
+
+
+def test_hub_ids(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(hub_id: str, **options: bool) -> tuple[Path, tuple[str, ...]]:
+        asked.append((hub_id, options))
+        return folders["sd1"], ("A note.",)
+
+    monkeypatch.setattr(hub, "download", download)
+    model = load("owner/name", device="cpu", local_files_only=True)
+    assert (model.name, model.notes) == ("name", ("A note.",))
+    load("owner/name", device="cpu", precision=Precision(unet="float16"))
+    assert asked == [
+        ("owner/name", {"half": False, "local_files_only": True}),
+        ("owner/name", {"half": True, "local_files_only": False}),
+    ]
+
+
+def test_the_embedded_model(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "embedded_folder", lambda: folders["sd1"])
+    assert load(device="cpu").name == "embedded"
+    monkeypatch.setattr(library, "embedded_folder", lambda: tmp_path)
+    with pytest.raises(UnavailableError, match="holds no embedded model"):
+        load(device="cpu")
+
+
+@pytest.mark.parametrize("source", ["", " ", "a\0b", "x" * 5000, "nonsense"])
+def test_what_is_nothing_is_a_sentence(source: str) -> None:
+    with pytest.raises(RequestError) as error:
+        load(source, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"a folder without model_index\.json"):
+        load(tmp_path, device="cpu")
+
+
+def test_wrong_dtypes_and_devices_are_said_before_anything_is_read(files: dict[str, Path]) -> None:
+    with pytest.raises(RequestError, match="dtype 'float8'"):
+        load(files["sd1"], device="cpu", precision=Precision(unet="float8"))
+    with pytest.raises(RequestError, match="device 'tpu'"):
+        load(files["sd1"], device="tpu")
+
+
+def test_importing_the_room_is_light() -> None:
+    code = "import sys, clearway.models; print(*(n for n in ('torch', 'diffusers', 'transformers', 'yaml', "
+    code += "'huggingface_hub', 'tokenizers', 'safetensors') if n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
