@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from clearway import sampling
     from clearway.errors import Cancelled, ClearwayError, RequestError, UnavailableError
     from clearway.image import read_metadata, save
-    from clearway.models import Model, load
+    from clearway.models.load import load
+    from clearway.models.model import Model
     from clearway.pipeline import generate
     from clearway.request import Request
     from clearway.result import Result
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "generate": "clearway.pipeline",
-    "load": "clearway.models",
-    "Model": "clearway.models",
+    "load": "clearway.models.load",
+    "Model": "clearway.models.model",
     "Request": "clearway.request",
     "Result": "clearway.result",
     "save": "clearway.image",

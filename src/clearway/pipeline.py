@@ -1,0 +1,170 @@
+"""generate(request, model) -> Result: words in, pictures with their parameters out, in eight steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from clearway import __version__, infotext, sampling
+from clearway import device as machine
+from clearway.clock import Clock
+from clearway.conditioning import encode
+from clearway.device import Device
+from clearway.errors import RequestError, UnavailableError
+from clearway.execution import Eager
+from clearway.guidance import Guided, below
+from clearway.image.decode import to_uint8
+from clearway.models import Model, UNetDenoiser, decode, load
+from clearway.prompt import plan
+from clearway.request import Request
+from clearway.result import Result, joined
+from clearway.types import OnEvent, PicturesDone, StepDone
+
+SAMPLER_OPTIONS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax")
+SCHEDULE_OPTIONS = ("sigma_min", "sigma_max", "rho")
+
+
+@torch.inference_mode()
+def generate(request: Request, model: Model | str = "embedded", on_event: OnEvent | None = None) -> Result:
+    """The pictures that `request` asks for, drawn by `model` (a loaded one, or what `load` takes).
+
+    `on_event` hears of stages, steps and finished groups of pictures; it may raise `Cancelled` at a step.
+    Raises RequestError for an unknown sampler, schedule or option and UnavailableError for want of memory.
+    """
+    model = load(model) if isinstance(model, str) else model
+    request = check(request.resolved(model.defaults))
+    sampler, schedule = sampling.resolve(request.sampler or "", request.schedule)
+    width, height, steps = request.width or 0, request.height or 0, request.steps or 0
+    clock, routes, results = Clock(model.device, on_event), Counter[str](), list[Result]()
+    dtype = machine.dtype(model.precision.sampling)
+    seeds, size = request.seeds(), request.batch_size or 1
+    groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
+
+    with machine.tf32(model.device, model.precision.tf32), _memory_errors(request, model.device):
+        # 1. the words: which text at which denoiser call, with which weights
+        with clock.stage("prompt"):
+            words = plan(request.prompt, request.negative_prompt)
+        # 2. what the network reads
+        with clock.stage("text"):
+            positive, negative = encode(
+                words, model, width=width, height=height, clip_skip=request.clip_skip, routes=routes
+            )
+        # 3. the noise levels, which stay on the CPU
+        with clock.stage("schedule"):
+            sigmas = sampling.sigmas_for(
+                sampler, schedule, steps, model.sigmas, **_given(request, SCHEDULE_OPTIONS)
+            )
+        for number, group in enumerate(groups, 1):
+            # 4. the starting noise, one generator a picture
+            with clock.stage("noise"):
+                noise = sampling.ImageNoise(
+                    group,
+                    (model.latent_channels, height // model.latent_factor, width // model.latent_factor),
+                    drawn_on=machine.noise_device(model.device, request.rng),
+                    device=str(model.device),
+                    dtype=dtype,
+                )
+                x = noise.initial() * sampling.initial_scale(sampler, sigmas)
+                step_noise = sampling.noise_for(sampler, noise, x, sigmas)
+            # 5. the network as a function of (x, sigma), guidance bound to it
+            network = UNetDenoiser(
+                Eager(model.unet, "unet", routes), model.sigmas, model.prediction, model.unet.dtype
+            )
+            skip = below(request.ngms, request.ngms_all_steps)
+            denoise = Guided(network, positive, negative, request.cfg_scale or 1.0, skip)
+            # 6. the loop: nothing in it waits for the device
+            with clock.stage("sampling"):
+                x = sampling.sample(
+                    sampler.label,
+                    denoise,
+                    x,
+                    sigmas,
+                    noise=step_noise,
+                    on_step=_teller(on_event, number, len(groups)),
+                    **_given(request, SAMPLER_OPTIONS),
+                )
+                latents = sampling.finish(x, sigmas)
+            # 7. pixels, one picture at a time
+            with clock.stage("vae"):
+                pixels, note = decode(model, latents, Eager(model.vae.decode, "vae", routes))
+                images = to_uint8(pixels)
+            # 8. the result, with everything that repeats it
+            results.append(
+                Result(
+                    images=images,
+                    seeds=group,
+                    infotexts=tuple(
+                        _infotext(request, seed, model, schedule, denoise.skipped > 0) for seed in group
+                    ),
+                    request=request,
+                    timings_ms=dict(clock.timings_ms),
+                    routes=dict(routes),
+                    notes=(note,) if note else (),
+                )
+            )
+            if on_event:
+                on_event(PicturesDone(results[-1]))
+    return joined(results)
+
+
+def check(request: Request) -> Request:
+    """The request itself, once its sampler, schedule and their options are known to exist; cheap, no model.
+
+    Raises RequestError in one sentence otherwise.
+    """
+    if request.sampler is not None:
+        sampling.resolve(request.sampler, request.schedule)
+    elif request.schedule is not None:
+        sampling.resolve("Euler", request.schedule)
+    if request.sigma_min and request.sigma_max and request.sigma_min >= request.sigma_max:
+        raise RequestError(f"sigma_min {request.sigma_min:g} must be below sigma_max {request.sigma_max:g}")
+    return request
+
+
+def _infotext(request: Request, seed: int, model: Model, schedule: str, ngms_used: bool) -> str:
+    """The parameters of one picture as text."""
+    values = infotext.parameters(
+        request,
+        seed=seed,
+        version=__version__,
+        model_name=model.name,
+        model_hash=model.hash,
+        schedule_label=schedule,
+        precision=model.precision,
+        ngms_used=ngms_used,
+    )
+    return infotext.build(request.prompt, request.negative_prompt, values)
+
+
+def _given(request: Request, names: tuple[str, ...]) -> dict[str, float]:
+    """Those of the request's named options that it does not leave open."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
+
+
+def _teller(on_event: OnEvent | None, group: int, groups: int) -> sampling.OnStep | None:
+    if on_event is None:
+        return None
+
+    def tell(step: int, steps: int, x: torch.Tensor, sigma: float, denoised: torch.Tensor) -> None:
+        on_event(StepDone(step, steps, sigma, denoised, group, groups))
+
+    return tell
+
+
+@contextmanager
+def _memory_errors(request: Request, device: Device) -> Iterator[None]:
+    """Turns running out of memory into a sentence that says what would fit."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not machine.is_out_of_memory(error):
+            raise
+        machine.release_memory(device)
+        free = machine.memory(device).available_bytes / 2**30
+        raise UnavailableError(
+            f"{request.width} x {request.height} in a batch of {request.batch_size} needs more memory than "
+            f"{device} has ({free:.1f} GiB free); a smaller size, batch size 1 or float16 would need less"
+        ) from error

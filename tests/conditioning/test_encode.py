@@ -1,0 +1,89 @@
+"""Plans through text encoders of the real classes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearway
+from builders import tiny_sd1, tiny_sdxl
+from clearway.conditioning import encode
+from clearway.models import Model
+from clearway.prompt import plan
+
+
+@pytest.fixture(scope="module")
+def sd1(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return clearway.load(str(tiny_sd1(tmp_path_factory.mktemp("sd1"))), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return clearway.load(str(tiny_sdxl(tmp_path_factory.mktemp("sdxl"))), device="cpu")
+
+
+def context(model: Model, prompt: str, **options: int) -> torch.Tensor:
+    return encode(plan(prompt, ""), model, width=64, height=64, **options)[0].at(0).context
+
+
+def test_plain_text_is_the_encoders_own_output(sd1: Model) -> None:
+    tokenizer, encoder = sd1.tokenizers[0], sd1.text_encoders[0]
+    ids = [tokenizer.bos, *tokenizer.encode("a red apple"), tokenizer.eos]
+    ids += [tokenizer.pad] * (77 - len(ids))
+    expected = encoder(torch.tensor([ids])).last_hidden_state
+    torch.testing.assert_close(context(sd1, "a red apple"), expected)
+
+
+def test_clip_skip_is_an_earlier_layer_through_the_final_norm(sd1: Model) -> None:
+    encoder = sd1.text_encoders[0]
+    first = context(sd1, "a red apple", clip_skip=1)
+    second = context(sd1, "a red apple", clip_skip=2)
+    assert not torch.equal(first, second)
+    norm = getattr(encoder, "text_model", encoder).final_layer_norm
+    torch.testing.assert_close(second.mean(dim=-1), norm.bias.mean().expand(1, 77), atol=0.5, rtol=0)
+    deepest = context(sd1, "a red apple", clip_skip=12)
+    assert torch.isfinite(deepest).all()
+
+
+def test_windows_are_laid_end_to_end(sd1: Model) -> None:
+    long = context(sd1, "apple " * 75 + "pear")
+    assert long.shape[1] == 154
+    torch.testing.assert_close(long[:, :77], context(sd1, "apple " * 75))
+    torch.testing.assert_close(long[:, 77:], context(sd1, "pear"))
+
+
+def test_emphasis_rescales_its_own_window_only(sd1: Model) -> None:
+    plain, stressed = (context(sd1, "apple " * 75 + word) for word in ("pear", "(pear:1.5)"))
+    torch.testing.assert_close(plain[:, :77], stressed[:, :77])
+    second = stressed[:, 77:]
+    torch.testing.assert_close(second.mean(), plain[:, 77:].mean(), atol=1e-5, rtol=1e-4)
+    ratio = second[0, 1] / plain[0, 78]  # the stressed token, weighted and rescaled
+    others = second[0, 0] / plain[0, 77]
+    torch.testing.assert_close(ratio / others, torch.full_like(ratio, 1.5), atol=1e-3, rtol=1e-3)
+
+
+def test_sdxl_joins_two_encoders_and_pools_the_first_window(sdxl: Model) -> None:
+    positive, negative = encode(plan("apple " * 75 + "pear", "x"), sdxl, width=64, height=32)
+    one = positive.at(0)
+    widths = [encoder.config.hidden_size for encoder in sdxl.text_encoders]
+    assert one.context.shape == (1, 154, sum(widths))
+    assert one.size_ids is not None and one.size_ids.tolist() == [[32, 64, 0, 0, 32, 64]]
+    first_window = encode(plan("apple " * 75, "x"), sdxl, width=64, height=32)[0].at(0)
+    torch.testing.assert_close(one.pooled, first_window.pooled)
+    assert negative.at(0).context.abs().sum() > 0
+
+
+def test_sdxl_layers_are_the_second_last_without_norm(sdxl: Model) -> None:
+    made = context(sdxl, "a red apple")
+    tokenizer, encoder = sdxl.tokenizers[0], sdxl.text_encoders[0]
+    ids = [tokenizer.bos, *tokenizer.encode("a red apple"), tokenizer.eos]
+    ids += [tokenizer.pad] * (77 - len(ids))
+    states = encoder(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(made[..., : states[-2].shape[-1]], states[-2])
+    assert torch.equal(made, context(sdxl, "a red apple", clip_skip=2))  # SDXL has no clip skip
+
+
+def test_an_empty_negative_prompt_is_zero_for_sdxl_only(sd1: Model, sdxl: Model) -> None:
+    for model, zero in ((sd1, False), (sdxl, True)):
+        negative = encode(plan("x", ""), model, width=64, height=64)[1].at(0)
+        assert (negative.context.abs().sum() == 0) == zero

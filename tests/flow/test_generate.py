@@ -1,0 +1,292 @@
+"""The whole flow on tiny models of the real classes with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import clearway
+from builders import tiny_sd1, tiny_sdxl
+from clearway import (
+    Cancelled,
+    PicturesDone,
+    Request,
+    RequestError,
+    StageDone,
+    StepDone,
+    UnavailableError,
+    pipeline,
+)
+from clearway.models import Model
+
+SMALL = Request(prompt="a red apple", width=64, height=72, steps=3, sampler="Euler a", seed=7, cfg_scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def sd1(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return clearway.load(str(tiny_sd1(tmp_path_factory.mktemp("sd1"))), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return clearway.load(str(tiny_sdxl(tmp_path_factory.mktemp("sdxl"))), device="cpu")
+
+
+def change(**fields: object) -> Request:
+    return dataclasses.replace(SMALL, **fields)
+
+
+class Rows:
+    """Counts the rows that reach a UNet."""
+
+    def __init__(self, model: Model) -> None:
+        self.rows: list[int] = []
+        self.hook = model.unet.register_forward_pre_hook(lambda _, args: self.rows.append(args[0].shape[0]))
+
+    def __enter__(self) -> list[int]:
+        return self.rows
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+
+def test_a_result_says_everything(sd1: Model) -> None:
+    result = clearway.generate(change(count=2), sd1)
+    assert result.images.shape == (2, 72, 64, 3) and result.images.dtype == np.uint8
+    assert result.seeds == (7, 8)
+    assert result.routes == {"text_encoder/eager": 2, "unet/eager": 3, "vae/eager": 2}
+    assert set(result.timings_ms) == {"prompt", "text", "schedule", "noise", "sampling", "vae"}
+    assert result.images.std() > 1
+    assert "Seed: 8" in result.infotexts[1] and "Steps: 3, Sampler: Euler a" in result.infotexts[0]
+    assert f"Version: Clearway {clearway.__version__}" in result.infotexts[0]
+    assert [image.size for image in result.pillow()] == [(64, 72), (64, 72)]
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "Heun", "DPM++ 2M", "DPM++ SDE", "DDIM"])
+def test_the_same_request_gives_the_same_bytes(sd1: Model, sampler: str) -> None:
+    first, second = (clearway.generate(change(sampler=sampler), sd1) for _ in range(2))
+    assert np.array_equal(first.images, second.images)
+    assert first.infotexts == second.infotexts
+    assert not np.array_equal(first.images, clearway.generate(change(sampler=sampler, seed=8), sd1).images)
+
+
+@pytest.mark.parametrize("sampler", ["Euler a", "DPM++ SDE"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pictures_of_a_batch_are_their_singles(sd1: Model, sampler: str, size: int) -> None:
+    together = clearway.generate(change(sampler=sampler, count=3, batch_size=size), sd1)
+    singles = [clearway.generate(change(sampler=sampler, seed=seed), sd1).images[0] for seed in (7, 8, 9)]
+    apart = np.abs(together.images.astype(int) - np.stack(singles).astype(int))
+    assert apart.max() <= 1
+    if size == 1:
+        assert apart.max() == 0
+
+
+def test_exact_batch_is_singles_to_the_bit(sd1: Model) -> None:
+    together = clearway.generate(change(count=3, exact_batch=True), sd1)
+    single = clearway.generate(change(seed=9), sd1)
+    assert np.array_equal(together.images[2], single.images[0])
+
+
+def test_infotext_repeats_a_picture(sd1: Model) -> None:
+    request = change(
+        prompt='a (red:1.3) apple, "quoted"\nsecond line', negative_prompt="blur, noise", count=2, ngms=2.0,
+        ngms_all_steps=True, clip_skip=2, eta=0.7, sigma_max=9.0, schedule="Karras",
+    )  # fmt: skip
+    first = clearway.generate(dataclasses.replace(request, batch_size=1), sd1)
+    again = clearway.generate(Request.from_infotext(first.infotexts[1]), sd1)
+    assert np.array_equal(first.images[1], again.images[0])
+    assert again.infotexts[0] == first.infotexts[1]
+
+
+def test_guidance_runs_two_rows_and_ngms_one(sd1: Model) -> None:
+    with Rows(sd1) as rows:
+        plain = clearway.generate(change(steps=4), sd1)
+        assert rows == [2, 2, 2, 2]
+    assert "NGMS" not in plain.infotexts[0]
+    with Rows(sd1) as rows:
+        every_other = clearway.generate(change(steps=4, ngms=100.0), sd1)
+        assert rows == [2, 1, 2, 1]
+    assert "NGMS: 100" in every_other.infotexts[0] and "NGMS all steps" not in every_other.infotexts[0]
+    with Rows(sd1) as rows:
+        all_steps = clearway.generate(change(steps=4, ngms=100.0, ngms_all_steps=True), sd1)
+        assert rows == [1, 1, 1, 1]
+    assert "NGMS all steps: True" in all_steps.infotexts[0]
+    with Rows(sd1) as rows:
+        unused = clearway.generate(change(steps=4, ngms=1e-9), sd1)
+        assert rows == [2, 2, 2, 2]
+    assert "NGMS" not in unused.infotexts[0]
+    assert np.array_equal(unused.images, plain.images)
+
+
+def test_second_order_samplers_call_twice_a_step_but_the_last(sd1: Model) -> None:
+    with Rows(sd1) as rows:
+        clearway.generate(change(sampler="Heun", cfg_scale=1.0, steps=4), sd1)
+    assert len(rows) == 7
+
+
+def test_texts_of_different_lengths_run_one_after_the_other(sd1: Model) -> None:
+    with Rows(sd1) as rows:
+        clearway.generate(change(prompt="apple " * 80), sd1)
+    assert rows == [1] * 6
+
+
+def test_emphasis_and_negative_words_change_the_picture(sd1: Model) -> None:
+    plain = clearway.generate(SMALL, sd1).images
+    assert not np.array_equal(plain, clearway.generate(change(prompt="a (red:1.4) apple"), sd1).images)
+    assert not np.array_equal(plain, clearway.generate(change(negative_prompt="green"), sd1).images)
+    assert np.array_equal(plain, clearway.generate(change(prompt="a (red:1.0) apple"), sd1).images)
+
+
+def test_events_arrive_in_order_and_pictures_as_they_are_done(sd1: Model) -> None:
+    events: list[object] = []
+    result = clearway.generate(change(count=3, batch_size=2), sd1, events.append)
+    steps = [(event.group, event.step) for event in events if isinstance(event, StepDone)]
+    assert steps == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
+    done = [event.result for event in events if isinstance(event, PicturesDone)]
+    assert [part.seeds for part in done] == [(7, 8), (9,)]
+    assert np.array_equal(np.concatenate([part.images for part in done]), result.images)
+    names = [event.name for event in events if isinstance(event, StageDone)]
+    assert names == ["prompt", "text", "schedule", *["noise", "sampling", "vae"] * 2]
+
+
+def test_cancelling_stops_after_the_step(sd1: Model) -> None:
+    def stop(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            raise Cancelled("stopped")
+
+    with Rows(sd1) as rows, pytest.raises(Cancelled):
+        clearway.generate(change(steps=9), sd1, stop)
+    assert len(rows) == 2
+
+
+def test_want_of_memory_is_a_sentence(sd1: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
+
+    monkeypatch.setattr(sd1.unet, "forward", full)
+    with pytest.raises(
+        UnavailableError, match="64 x 72 in a batch of 1 needs more memory than cpu has"
+    ) as error:
+        clearway.generate(SMALL, sd1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampler": "DPM++ 4M"},
+        {"schedule": "Carras"},
+        {"sampler": "DPM++ 2M", "eta": 1.0},
+        {"rho": 3.0, "schedule": "Exponential"},
+        {"sigma_min": 5.0, "sigma_max": 1.0},
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_runs(sd1: Model, fields: dict[str, object]) -> None:
+    with Rows(sd1) as rows, pytest.raises(RequestError) as error:
+        clearway.generate(change(**fields), sd1)
+    assert rows == []
+    assert "\n" not in str(error.value)
+
+
+def test_sdxl_draws_and_an_empty_negative_prompt_is_zero(sdxl: Model) -> None:
+    seen: list[dict] = []
+    hook = sdxl.unet.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    try:
+        result = clearway.generate(SMALL, sdxl)
+    finally:
+        hook.remove()
+    assert result.images.shape == (1, 72, 64, 3)
+    context, added = seen[0]["encoder_hidden_states"], seen[0]["added_cond_kwargs"]
+    assert context[0].abs().sum() > 0 and context[1].abs().sum() == 0
+    assert added["text_embeds"][1].abs().sum() == 0
+    assert added["time_ids"].tolist() == [[72, 64, 0, 0, 72, 64]] * 2
+    assert result.routes["text_encoder/eager"] == result.routes["text_encoder_2/eager"] == 2
+
+
+def test_a_model_can_be_named(tmp_path: Path) -> None:
+    folder = tiny_sd1(tmp_path)
+    assert clearway.generate(change(width=32, height=32, steps=1), str(folder)).images.shape == (1, 32, 32, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of their own, about numpy
+def test_pictures_agree_with_diffusers(sd1: Model) -> None:
+    """The same noise, sigmas and conditionings through Diffusers' own pipeline and its Euler."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
+    from transformers import CLIPTokenizer
+
+    scheduler = EulerDiscreteScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", use_karras_sigmas=True,
+        timestep_spacing="linspace",
+        steps_offset=1,
+    )  # fmt: skip
+    pipe = StableDiffusionPipeline(
+        vae=sd1.vae,
+        text_encoder=sd1.text_encoders[0],
+        tokenizer=CLIPTokenizer.from_pretrained(Path(sd1.path) / "tokenizer"),
+        unet=sd1.unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    request = change(sampler="Euler", schedule="Karras", steps=6, negative_prompt="green")
+    noise = torch.randn(1, 4, 9, 8, generator=torch.Generator().manual_seed(request.seed))
+    theirs = pipe(
+        request.prompt, negative_prompt="green", height=72, width=64, num_inference_steps=6,
+        guidance_scale=4.0, latents=noise, output_type="np",
+    ).images[0]  # fmt: skip
+    ours = clearway.generate(request, sd1).images[0]
+    assert np.abs(ours.astype(float) - np.floor(theirs * 255)).max() <= 1
+
+
+class Waits(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts what would make the host wait for a device: scalar reads, and copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "Heun", "DPM++ 2M", "DPM++ SDE", "DDIM"])
+def test_the_loop_never_waits_for_the_device(
+    sd1: Model, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    waits = Waits()
+    calls: list[str] = []
+
+    def forbidden(name: str):
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor, *args, **kwargs):
+            calls.append(name)
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    inner = pipeline.sampling.sample
+
+    def sample(name, denoise, x, sigmas, **options):
+        sigmas = sigmas.tolist()  # reading the schedule itself, once and on the CPU, is allowed
+        with monkeypatch.context() as patch, waits:
+            for method in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+                patch.setattr(torch.Tensor, method, forbidden(method))
+            patch.setattr(pipeline.machine, "synchronize", lambda _: calls.append("synchronize"))
+            return inner(name, denoise, x, torch.tensor(sigmas), **options)
+
+    monkeypatch.setattr(pipeline.sampling, "sample", sample)
+    clearway.generate(change(sampler=sampler, steps=2, ngms=2.0), sd1)
+    before_the_loop = len(calls)
+    clearway.generate(change(sampler=sampler, steps=7, count=2, ngms=2.0), sd1)
+    # the schedule on the CPU is read before the first step, however many steps there are; nothing else is
+    assert set(calls) <= {"tolist"} and len(calls) == 2 * before_the_loop
+    assert waits.found == []
