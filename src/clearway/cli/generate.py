@@ -1,0 +1,176 @@
+"""`clearway generate PROMPT`: draws, saves each group of pictures as it is finished, says where they are."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clearway.cli.options import add_request_options, precision_from, request_from
+from clearway.cli.output import print_json, say
+from clearway.cli.progress import Progress, stoppable
+from clearway.errors import ClearwayError, RequestError
+from clearway.types import Event, PicturesDone
+
+if TYPE_CHECKING:
+    from clearway.models import Model
+    from clearway.request import Request
+    from clearway.result import Result
+
+NAMES = ("generate",)
+FOLDER = "pictures"
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "generate",
+        help="draw pictures from words",
+        description="Draws pictures from words. What is left open comes from the model's own defaults.",
+    )
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help='what to draw; "(word:1.2)" stresses a word'
+    )
+    add_request_options(parser)
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "-o", "--output", metavar="FILE|DIR", default=None, help=f"where to (the folder {FOLDER})"
+    )
+    out.add_argument("--format", choices=("png", "jpg", "webp"), default="png", help="for folders (png)")
+    out.add_argument("--evidence", action="store_true", help="also write machine, routes and times into it")
+    out.add_argument("--from", dest="source", metavar="FILE", help="repeat this picture; options change it")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws; exit code 0, or what the error says."""
+    from clearway import image
+    from clearway.pipeline import check, generate
+
+    repeated = _read(args.source) if args.source else None
+    if args.prompt is None and repeated is None:
+        raise RequestError('no prompt was given; try: clearway generate "a red apple"')
+    request = check(request_from(args, repeated))
+    target = args.output or FOLDER
+    image.check_target(target, request.count, format=args.format)
+    begun = time.perf_counter()
+    model = _model(args, repeated)
+    load_ms = (time.perf_counter() - begun) * 1000
+    gc.freeze()  # what is loaded stays: the collector need not walk it again
+    for note in model.notes:
+        say(note)
+    paths: list[Path] = []
+    save_ms = 0.0
+
+    with stoppable() as stop, Progress() as progress:
+
+        def listen(event: Event) -> None:
+            nonlocal save_ms
+            progress(event)
+            if isinstance(event, PicturesDone):
+                begun = time.perf_counter()
+                timings = {"load": load_ms, **event.result.timings_ms}
+                evidence = json.dumps(_evidence(event.result, model, timings)) if args.evidence else None
+                saved = _save(event.result, target, args.format, evidence)
+                paths.extend(saved)
+                save_ms += (time.perf_counter() - begun) * 1000
+                if not args.json:
+                    for path in saved:
+                        progress.write(str(path))
+            stop(event)
+
+        result = generate(request, model, listen)
+    for note in result.notes:
+        say(note)
+    timings = {"load": load_ms, **result.timings_ms, "save": save_ms}
+    if args.json:
+        print_json(_summary(result, model, paths, timings))
+    return 0
+
+
+def _save(result: Result, target: str, format: str, evidence: str | None) -> list[Path]:
+    """Saves where it was asked; where that fails, in the temporary folder, and says so: nothing is lost."""
+    from clearway import image
+
+    try:
+        return image.save(result, target, format=format, evidence=evidence)
+    except ClearwayError as error:
+        rescue = Path(tempfile.gettempdir()) / "clearway-pictures"
+        try:
+            kept = image.save(result, rescue, format="png", evidence=evidence)
+        except ClearwayError:
+            raise error from None
+        names = ", ".join(map(str, kept))
+        raise type(error)(f"{error}; the pictures of this group are kept as {names}") from error
+
+
+def _read(source: str) -> str:
+    """The infotext of the picture to repeat."""
+    from clearway.image import read_metadata
+
+    found = read_metadata(source)
+    if not found.infotext:
+        raise RequestError(f"--from {source}: the picture carries no parameters that can be repeated")
+    return found.infotext
+
+
+def _model(args: argparse.Namespace, repeated: str | None) -> Model:
+    """The model that was named, or the one that the repeated picture names."""
+    from clearway import infotext
+    from clearway.device import pick
+    from clearway.models import load
+
+    values = infotext.parse(repeated).values if repeated else {}
+    source = args.model or values.get("Model") or "embedded"
+    device = pick(args.device)
+    model = load(
+        source,
+        device=device,
+        precision=precision_from(args, device, repeated),
+        local_files_only=args.local_files_only,
+        allow_pickle=args.allow_pickle,
+    )
+    wanted = values.get("Model hash")
+    if wanted and wanted != model.hash:
+        say(f"the picture was made by model {wanted}, this is {model.name} ({model.hash}); it will differ")
+    if repeated:
+        for key in infotext.unread(repeated):
+            say(f"the picture's {key!r} is not applied")
+    return model
+
+
+def _evidence(result: Result, model: Model, timings_ms: dict[str, float]) -> dict[str, Any]:
+    """Machine, routes and stage times, for the picture's separate text chunk."""
+    from clearway import __version__, device
+
+    return {
+        "clearway": __version__,
+        "machine": device.machine(),
+        "device": device.describe(model.device),
+        "model": {"name": model.name, "hash": model.hash, "family": model.family.name},
+        "precision": {name: getattr(model.precision, name) for name in model.precision.__slots__},
+        "routes": dict(result.routes),
+        "timings_ms": {name: round(value, 3) for name, value in timings_ms.items()},
+    }
+
+
+def _summary(result: Result, model: Model, paths: list[Path], timings_ms: dict[str, float]) -> dict[str, Any]:
+    request: Request = replace(result.request)
+    return {
+        "paths": [str(path) for path in paths],
+        "seeds": list(result.seeds),
+        "timings_ms": {name: round(value, 3) for name, value in timings_ms.items()},
+        "routes": dict(result.routes),
+        "model": {"name": model.name, "hash": model.hash, "family": model.family.name},
+        "device": str(model.device),
+        "precision": {name: getattr(model.precision, name) for name in model.precision.__slots__},
+        "request": request.as_dict(),
+        "infotexts": list(result.infotexts),
+        "notes": [*model.notes, *result.notes],
+    }

@@ -1,0 +1,101 @@
+"""The `clearway` command: finds the sub-command, turns errors into sentences and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+from clearway import __version__
+from clearway.cli import doctor, generate, info, models, samplers
+from clearway.errors import ClearwayError, RequestError
+
+COMMANDS = (generate, models, samplers, info, doctor)
+INTERRUPTED = 130
+SPIN_COUNT = "5000"  # measured in bench/results/cpu/spin_count.jsonl
+
+EPILOG = (
+    'A bare prompt draws: clearway "a red apple". Every command explains itself: clearway generate --help.'
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours: one sentence, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message} (see: {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; `docs` and tests read it too."""
+    parser = Parser(prog="clearway", description="Draws pictures from words, fast.", epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"clearway {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
+    for command in COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def command_names() -> tuple[str, ...]:
+    """The names of all sub-commands."""
+    return tuple(name for command in COMMANDS for name in command.NAMES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line; returns the exit code (0, 2 asked wrongly, 3 not possible here, 130 stopped)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        args = build_parser().parse_args(_with_command(given))
+        if args.command is None:
+            build_parser().print_help()
+            return 0
+        _prepare_libraries()
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except ClearwayError as error:
+        print(f"clearway: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("clearway: stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone: `clearway samplers | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MemoryError:
+        print("clearway: this machine ran out of memory; a smaller size would need less", file=sys.stderr)
+        return 3
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    sys.exit(main())
+
+
+def _with_command(given: list[str]) -> list[str]:
+    """`generate` put in front of a bare prompt, also where its options come first."""
+    if not given or given[0] in (*command_names(), "-h", "--help", "--version"):
+        return given
+    return ["generate", *given]
+
+
+def _prepare_libraries() -> None:
+    """Settings that must stand before torch starts, none of which overrides the user's own.
+
+    GNU OpenMP's threads spin at barriers until they are needed, which makes a machine that is shared crawl; the
+    spin is bounded here. The libraries' advice stays off the terminal unless CLEARWAY_DEBUG is set.
+    """
+    if sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    if os.environ.get("CLEARWAY_DEBUG"):
+        return
+    warnings.simplefilter("ignore")
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,125 @@
+"""The options that fill a Request and choose model, device and dtypes; for every command that draws."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from clearway.errors import RequestError
+from clearway.request import Request
+
+if TYPE_CHECKING:
+    from clearway.device import Device
+    from clearway.types import Precision
+
+
+def add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for every field of Request, and those for model, device and dtypes."""
+    picture = parser.add_argument_group("picture")
+    add = picture.add_argument
+    add("-n", "--negative", dest="negative_prompt", metavar="TEXT", help="what to keep out of it")
+    add("--width", type=int, metavar="PX", help="multiple of 8")
+    add("--height", type=int, metavar="PX", help="multiple of 8")
+    add("--size", type=_size, metavar="WxH", help="both sides at once, e.g. 512x768")
+    add("--steps", type=int, metavar="N", help="sampling steps")
+    add(
+        "--cfg-scale",
+        "--cfg",
+        dest="cfg_scale",
+        type=float,
+        metavar="X",
+        help="how strictly to follow the words",
+    )
+    add("--sampler", metavar="NAME", help="see: clearway samplers")
+    add("--schedule", metavar="NAME", help="see: clearway samplers")
+    add("--seed", type=int, metavar="N", help="the first picture's; -1 draws one (default)")
+    add("--count", type=int, metavar="N", help="how many pictures, with seeds seed, seed+1, … (1)")
+    add("--batch-size", type=int, metavar="N", help="how many run together (up to 4)")
+    add(
+        "--exact-batch",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run them singly, to the bit",
+    )
+    add("--clip-skip", type=int, metavar="N", help="text encoder layer from the end, SD 1.x (1)")
+    add("--ngms", type=float, metavar="SIGMA", help="skip negative guidance below this sigma: less work (0)")
+    add(
+        "--ngms-all-steps",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="on all steps, not every other",
+    )
+    fine = parser.add_argument_group("fine points of samplers and schedules")
+    add = fine.add_argument
+    add("--rng", choices=("GPU", "CPU"), help="where noise is made: the device (GPU, default) or the CPU")
+    add("--eta", type=float, metavar="X", help="how much fresh noise (ancestral samplers and SDE 1, DDIM 0)")
+    add("--s-noise", type=float, metavar="X", help="scale of fresh noise (1)")
+    add("--s-churn", type=float, metavar="X", help="churn (0)")
+    add("--s-tmin", type=float, metavar="SIGMA", help="churn above this sigma (0)")
+    add("--s-tmax", type=float, metavar="SIGMA", help="churn below this sigma (no limit)")
+    add("--sigma-min", type=float, metavar="SIGMA", help="smallest sigma above 0 of the schedule")
+    add("--sigma-max", type=float, metavar="SIGMA", help="largest sigma of the schedule")
+    add("--rho", type=float, metavar="X", help="exponent of the Karras schedule (7)")
+    model = parser.add_argument_group("model and machine")
+    add = model.add_argument
+    add(
+        "-m",
+        "--model",
+        metavar="NAME",
+        help="a .safetensors file, a Diffusers folder, a name, a hub id (embedded)",
+    )
+    add("--device", metavar="NAME", help="auto, cuda, cuda:1, mps, xpu or cpu (auto)")
+    add("--dtype", metavar="TYPE", help="float32, float16 or bfloat16, for the UNet and the text encoders")
+    add("--vae-dtype", metavar="TYPE", help="the VAE's")
+    add("--text-encoder-dtype", metavar="TYPE", help="the text encoders'")
+    add("--sampling-dtype", metavar="TYPE", help="the latents' in the sampling loop")
+    add("--tf32", action=argparse.BooleanOptionalAction, default=None, help="TF32 for float32 work on CUDA")
+    add("--local-files-only", action="store_true", help="never ask a hub, use what was downloaded before")
+    add("--allow-pickle", action="store_true", help="read .ckpt and .bin files too, weights only")
+
+
+def request_from(args: argparse.Namespace, repeated: str | None = None) -> Request:
+    """The Request that the options describe, on top of a repeated picture's infotext if there is one."""
+    base = Request.from_infotext(repeated) if repeated else Request()
+    given = {
+        field.name: value
+        for field in fields(Request)
+        if (value := getattr(args, field.name, None)) is not None
+    }
+    if args.size:
+        if args.width is not None or args.height is not None:
+            raise RequestError("--size and --width or --height were both given; one of them is enough")
+        given["width"], given["height"] = args.size
+    if repeated and "sampler" in given and "schedule" not in given:
+        given["schedule"] = None  # the repeated picture's schedule belongs to its sampler
+    return replace(base, **given)
+
+
+def precision_from(args: argparse.Namespace, device: Device, repeated: str | None = None) -> Precision:
+    """The device's own dtypes, changed by the repeated picture's and then by the options."""
+    from clearway import infotext
+    from clearway.device import default_precision, dtype
+
+    precision = default_precision(device)
+    if repeated:
+        precision = replace(precision, **infotext.precision_fields(repeated))
+    named = {
+        "unet": args.dtype,
+        "text_encoder": args.text_encoder_dtype or args.dtype,
+        "vae": args.vae_dtype,
+        "sampling": args.sampling_dtype,
+    }
+    changes: dict[str, str | bool] = {
+        part: str(dtype(name)).removeprefix("torch.") for part, name in named.items() if name
+    }
+    if args.tf32 is not None:
+        changes["tf32"] = args.tf32
+    return replace(precision, **changes)  # type: ignore[arg-type]
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, sign, height = text.lower().replace("×", "x").partition("x")
+    if not (sign and width.strip().isdigit() and height.strip().isdigit()):
+        raise argparse.ArgumentTypeError(f"size {text!r} is not WIDTHxHEIGHT, e.g. 512x768")
+    return int(width), int(height)

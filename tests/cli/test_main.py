@@ -1,0 +1,60 @@
+"""The command as a process: bare prompts, errors, closed pipes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from clearway.cli import main as main_module
+from clearway.cli.main import command_names, main
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["a red apple"], ["generate", "a red apple"]),
+        (["--steps", "2", "x"], ["generate", "--steps", "2", "x"]),
+        (["info", "x.png"], ["info", "x.png"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_a_bare_prompt_is_generate(given: list[str], meant: list[str]) -> None:
+    assert main_module._with_command(given) == meant
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main_module.samplers, "print_json", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["samplers", "--json"])
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 3)])
+def test_stops_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type, code: int
+) -> None:
+    def stop(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main_module.samplers, "print_json", stop)
+    assert main(["samplers", "--json"]) == code
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    script = f"{sys.executable} -m clearway samplers | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("SAMPLER")
+
+
+@pytest.mark.parametrize("name", ["", *command_names()])
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*([name] if name else []), "--help"])
+    assert stop.value.code == 0
+    assert "usage: clearway" in capsys.readouterr().out

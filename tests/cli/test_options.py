@@ -1,0 +1,48 @@
+"""Options to Request and Precision."""
+
+import pytest
+
+from clearway import RequestError
+from clearway.cli.main import build_parser
+from clearway.cli.options import precision_from, request_from
+from clearway.device import Device
+
+PICTURE = """a cat
+Steps: 9, Sampler: Euler a, CFG scale: 5, Seed: 3, Size: 64x32, Dtype: bfloat16, Version: Clearway 0.1.0"""
+
+
+def parse(*arguments: str):
+    return build_parser().parse_args(["generate", *arguments])
+
+
+def test_what_is_not_given_stays_open() -> None:
+    request = request_from(parse("a cat"))
+    assert (request.prompt, request.width, request.steps, request.sampler, request.seed) == (
+        "a cat", None, None, None, -1,
+    )  # fmt: skip
+
+
+def test_size_is_both_sides() -> None:
+    request = request_from(parse("x", "--size", "64x72"))
+    assert (request.width, request.height) == (64, 72)
+    with pytest.raises(RequestError, match="one of them is enough"):
+        request_from(parse("x", "--size", "64x72", "--height", "8"))
+
+
+def test_options_lie_over_a_repeated_picture() -> None:
+    request = request_from(parse("--steps", "4", "--no-exact-batch"), PICTURE)
+    assert (request.prompt, request.steps, request.seed, request.width) == ("a cat", 4, 3, 64)
+    assert request_from(parse("a dog"), PICTURE).prompt == "a dog"
+
+
+def test_precision_device_then_picture_then_options() -> None:
+    cpu = Device("cpu")
+    assert precision_from(parse("x"), cpu).unet == "float32"
+    assert precision_from(parse("x"), cpu, PICTURE).unet == "bfloat16"
+    changed = precision_from(parse("x", "--dtype", "fp16", "--vae-dtype", "bf16", "--tf32"), cpu, PICTURE)
+    assert (changed.unet, changed.text_encoder, changed.vae, changed.tf32) == (
+        "float16", "float16", "bfloat16", True,
+    )  # fmt: skip
+    assert precision_from(parse("x", "--sampling-dtype", "float16"), cpu).sampling == "float16"
+    with pytest.raises(RequestError, match="not known"):
+        precision_from(parse("x", "--dtype", "int8"), cpu)
