@@ -85,8 +85,8 @@ def _with_command(given: list[str]) -> list[str]:
 def _prepare_libraries() -> None:
     """Settings that must stand before torch starts, none of which overrides the user's own.
 
-    GNU OpenMP's threads spin at barriers until they are needed, which makes a shared machine crawl; the spin is
-    bounded here. The libraries' advice stays off the terminal unless CLEARWAY_DEBUG is set.
+    GNU OpenMP's threads spin at barriers until they are needed, which makes a shared machine crawl: the spin
+    is bounded here. The libraries' advice stays off the terminal unless CLEARWAY_DEBUG is set.
     """
     if sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
