@@ -57,16 +57,19 @@ def _cell(text: str) -> str:
 
 def embedded_score() -> str:
     """The embedded model's measured scores."""
-    rows = ["| measured | score | machine | versions | date |", "|---|---|---|---|---|"]
-    for line in (RESULTS / "embedded_model" / "scores.jsonl").read_text(encoding="utf-8").splitlines():
-        result = json.loads(line)
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        hits, total = result["hits"], result["total"]
-        rows.append(
-            f"| {result['what']} | {hits} of {total} ({hits / total:.1%}) | {result['machine']} "
-            f"| {versions} | {result['date']} |"
-        )
-    return "\n".join(rows)
+    path = RESULTS / "embedded_model" / "evaluation_256px.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    names, pairs, colours, wordings = (found[part] for part in ("names", "pairs", "colours", "wordings"))
+    return f"""| asked for | right |
+|---|---|
+| {names["count"]} names drawn at random: the nearest training picture is the named one | {names["nearest"]:.1%} |
+| {pairs["count"]} pairs of name and background that were never trained together: both right | {pairs["both"]:.1%} |
+| {colours["count"]} recoloured objects (trained): name and colour right | {colours["both"]:.1%} |
+| {wordings["count"]} wordings as people write them: the nearest picture is an expected one | \
+{wordings["nearest_is_right"]} |
+
+{found["side_px"]} px, {found["sampler"]}, {found["steps"]} steps, CFG {found["cfg_scale"]:g}; {found["processor"]}, float32, \
+torch {found["torch"]}, diffusers {found["diffusers"]}, transformers {found["transformers"]}, {found["date"]}."""
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"embedded-score": embedded_score}

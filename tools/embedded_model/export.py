@@ -27,6 +27,7 @@ def write(folder: Path, name: str, state: dict[str, torch.Tensor], config: dict,
     (folder / name).mkdir(parents=True, exist_ok=True)
     half = {key: value.half().contiguous() for key, value in state.items()}
     save_file(half, folder / name / file, metadata={"format": "pt"})
+    (folder / name / file).chmod(0o644)
     (folder / name / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
