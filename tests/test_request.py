@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +77,18 @@ def test_impossible_values_are_one_sentence(name: str, value: object) -> None:
         Request(**{name: value})
     assert name.split("_")[0] in str(caught.value) or str(value) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    request = Request(steps=np.int64(5), seed=np.uint32(7), cfg_scale=np.float32(5))
+    assert (request.steps, request.seed, request.cfg_scale) == (5, 7, 5.0)
+    assert (type(request.steps), type(request.seed), type(request.cfg_scale)) == (int, int, float)
+
+
+def test_no_picture_passes_the_largest_seed() -> None:
+    Request(seed=2**63 - 1)
+    with pytest.raises(RequestError, match="passes the largest seed"):
+        Request(seed=2**63 - 1, count=2)
 
 
 def test_the_sentence_about_sides_names_the_nearest() -> None:

@@ -1,5 +1,5 @@
 """`python -m clearway` is the `clearway` command."""
 
-from clearway.cli.main import entry
+from clearway.cli import entry
 
 entry()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -36,8 +37,9 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     """
     model = load(model) if isinstance(model, str) else model
     request = check(request.resolved(model.defaults))
-    sampler, schedule = sampling.resolve(request.sampler or "", request.schedule)
-    width, height, steps = request.width or 0, request.height or 0, request.steps or 0
+    sampler, schedule = sampling.resolve(str(request.sampler), request.schedule)
+    width, height, steps, cfg_scale = request.width, request.height, request.steps, request.cfg_scale
+    assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open
     clock, routes, results = Clock(model.device, on_event), Counter[str](), list[Result]()
     dtype = machine.dtype(model.precision.sampling)
     seeds, size = request.seeds(), request.batch_size or 1
@@ -74,7 +76,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 Eager(model.unet, "unet", routes), model.sigmas, model.prediction, model.unet.dtype
             )
             skip = below(request.ngms, request.ngms_all_steps)
-            denoise = Guided(network, positive, negative, request.cfg_scale or 1.0, skip)
+            denoise = Guided(network, positive, negative, cfg_scale, skip)
             # 6. the loop: nothing in it waits for the device
             with clock.stage("sampling"):
                 x = sampling.sample(
@@ -111,12 +113,16 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
 
 
 def check(request: Request) -> Request:
-    """The request itself, once its sampler, schedule and their options are known to exist; cheap, no model.
+    """The request under its sampler's and schedule's own names, once they and their options exist.
 
-    Raises RequestError in one sentence otherwise.
+    Cheap, no model: what a request leaves open is checked again when the model has filled it in. Raises
+    RequestError in one sentence.
     """
     if request.sampler is not None:
-        sampling.resolve(request.sampler, request.schedule)
+        sampler, schedule = sampling.resolve(request.sampler, request.schedule)
+        sampling.check_options(sampler, schedule, _given(request, (*SAMPLER_OPTIONS, *SCHEDULE_OPTIONS)))
+        # the WebUI takes any name it does not know for DPM++ 2M: pictures carry the names it knows
+        request = replace(request, sampler=sampler.label, schedule=schedule)
     elif request.schedule is not None:
         sampling.resolve("Euler", request.schedule)
     if request.sigma_min and request.sigma_max and request.sigma_min >= request.sigma_max:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +14,7 @@ from clearway.types import Defaults
 
 MAX_RANDOM_SEED = 4294967294  # the WebUI's own range for random seeds
 MAX_SEED = 2**63 - 1
+MAX_KNOB = 10000.0  # beyond it float32 arithmetic has no meaning left; SD's own largest sigma is 14.6
 DEFAULT_BATCH = 4
 RNGS = ("GPU", "CPU")
 
@@ -74,8 +77,13 @@ class Request:
             raise RequestError(f"{width} x {height}: sides must be multiples of 8; nearest {near}")
         _number(self, "cfg_scale", 0.0, 1000.0)
         _number(self, "ngms", 0.0, 1000.0)
-        for name in ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax", "sigma_min", "sigma_max"):
-            _number(self, name, 0.0, math.inf)
+        for name in ("eta", "s_noise", "s_churn", "s_tmin", "sigma_min", "sigma_max"):
+            _number(self, name, 0.0, MAX_KNOB)
+        _number(self, "s_tmax", 0.0, math.inf)
+        if self.seed + self.count - 1 > MAX_SEED:
+            raise RequestError(
+                f"seed {self.seed} with count {self.count} passes the largest seed, {MAX_SEED}"
+            )
         _number(self, "rho", 0.01, 1000.0)
         if self.rng not in RNGS:
             raise RequestError(f"rng {self.rng!r} is not known; it is one of {', '.join(RNGS)}")
@@ -124,17 +132,24 @@ def _whole(request: Request, name: str, low: int, high: int) -> None:
     value = getattr(request, name)
     if value is None and name in ("steps", "batch_size", "width", "height"):
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, found {value!r}")
-    if not low <= value <= high:
-        raise RequestError(f"{name} {value} is out of range; it goes from {low} to {high}")
+    try:
+        whole = operator.index(value)  # NumPy's integers too
+    except TypeError:
+        whole = None
+    if whole is None or isinstance(value, bool):
+        raise RequestError(f"{name} must be a whole number, found {value!r:.60}")
+    if not low <= whole <= high:
+        raise RequestError(f"{name} {whole} is out of range; it goes from {low} to {high}")
+    object.__setattr__(request, name, whole)
 
 
 def _number(request: Request, name: str, low: float, high: float) -> None:
     value = getattr(request, name)
     if value is None and name != "ngms":
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise RequestError(f"{name} must be a number, found {value!r}")
-    if not low <= value <= high:
-        raise RequestError(f"{name} {value:g} is out of range; it goes from {low:g} to {high:g}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+        raise RequestError(f"{name} must be a number, found {value!r:.60}")
+    number = float(value)
+    if not low <= number <= high:
+        raise RequestError(f"{name} {number:g} is out of range; it goes from {low:g} to {high:g}")
+    object.__setattr__(request, name, number)

@@ -120,6 +120,11 @@ WRONG = {
     "dtype": ["x", "--dtype", "float8"],
     "device": ["x", "--device", "gpu"],
     "folder as file": ["x", "--output", "a.bmp"],
+    "empty output": ["x", "--output", ""],
+    "odd size": ["x", "--size", "²x²"],
+    "option of another sampler": ["x", "--sampler", "DPM++ 2M", "--eta", "1"],
+    "option of another schedule": ["x", "--sampler", "Euler", "--schedule", "Exponential", "--rho", "3"],
+    "last seed": ["x", "--seed", str(2**63 - 1), "--count", "2"],
     "from": ["--from", "missing.png"],
 }
 
@@ -130,6 +135,50 @@ def test_a_mistake_is_one_sentence_and_code_2(draw, arguments: list[str]) -> Non
     assert code == 2 and out == ""
     assert err.startswith("clearway: ") and err.count("\n") == 1
     assert not Path("pictures").exists()
+
+
+def test_a_strangers_picture_chooses_no_path_and_no_hub(
+    draw, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL.PngImagePlugin import PngInfo
+
+    for name in ("evil/repo", str(model)):
+        info = PngInfo()
+        info.add_text(
+            "parameters", f"x\nSteps: 2, Sampler: Euler, CFG scale: 3, Seed: 1, Size: 64x64, Model: {name}"
+        )
+        Image.new("RGB", (8, 8)).save("m.png", pnginfo=info)
+        assert main(["generate", "--from", "m.png"]) == 2
+        err = capsys.readouterr().err
+        assert "--model" in err and err.count("\n") == 1
+    monkeypatch.setenv("CLEARWAY_MODELS", str(model.parent))
+    draw("x", *FAST, "-o", "a.png")
+    assert main(["generate", "--from", "a.png", "-o", "b.png"]) == 0  # a name in the user's own folders
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+
+
+def test_an_empty_model_name_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--model", ""]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_does_not_stop_the_drawing(model: Path) -> None:
+    import subprocess
+    import sys
+
+    script = (
+        f"{sys.executable} -m clearway generate x --size 64x64 --steps 1 --count 3 --batch-size 1 "
+        f"--model {model} -o out/ | true; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(Path("out").iterdir())) == 3
+
+
+def test_a_picture_its_format_cannot_hold_is_png_and_that_is_said(draw) -> None:
+    code, out, err = draw("word " * 9000, *FAST, "--steps", "1", "-o", "a.jpg")
+    assert code == 0 and out.strip() == "a.png"
+    assert "saved as PNG" in err
 
 
 def test_a_missing_model_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,14 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert done.stdout.startswith("SAMPLER")
 
 
+@pytest.mark.parametrize("ending", [">&-", ">/dev/full", "| true"])
+def test_output_that_cannot_be_written_is_no_traceback(ending: str) -> None:
+    script = f"{sys.executable} -m clearway samplers {ending}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    assert "Traceback" not in done.stderr and done.returncode in (0, 3)
+    assert (done.returncode == 3) == (ending == ">/dev/full")
+
+
 @pytest.mark.parametrize("name", ["", *command_names()])
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -35,6 +35,24 @@ def test_options_lie_over_a_repeated_picture() -> None:
     assert request_from(parse("a dog"), PICTURE).prompt == "a dog"
 
 
+def test_another_sampler_takes_only_its_own_fine_points(capsys: pytest.CaptureFixture[str]) -> None:
+    picture = PICTURE.replace("Dtype", "Eta: 0.3, Schedule rho: 3, Schedule type: Karras, Dtype")
+    kept = request_from(parse("--seed", "4"), picture)
+    assert (kept.eta, kept.rho, kept.schedule) == (0.3, 3.0, "Karras")
+    changed = request_from(parse("--sampler", "DPM++ 2M"), picture)
+    assert (changed.eta, changed.rho, changed.schedule) == (None, 3.0, None)  # DPM++ 2M's own is Karras
+    assert "eta 0.3 is left out" in capsys.readouterr().err
+    assert request_from(parse("--schedule", "Exponential"), picture).rho is None
+    assert (
+        request_from(parse("--sampler", "DPM++ 2M", "--eta", "1"), picture).eta == 1.0
+    )  # named: refused later
+
+
+def test_what_is_named_empty_is_not_the_default() -> None:
+    with pytest.raises(RequestError):
+        precision_from(parse("x", "--dtype", ""), Device("cpu"))
+
+
 def test_precision_device_then_picture_then_options() -> None:
     cpu = Device("cpu")
     assert precision_from(parse("x"), cpu).unet == "float32"

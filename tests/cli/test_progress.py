@@ -34,6 +34,7 @@ def test_a_bar_with_speed_and_time_left_on_a_terminal(
 def test_the_first_ctrl_c_waits_for_a_step_the_second_does_not() -> None:
     before = signal.getsignal(signal.SIGINT)
     with stoppable() as listen:
+        listen.begin()
         listen(step(1))
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Cancelled, match="stopped after step 2 of 3"):
@@ -41,6 +42,15 @@ def test_the_first_ctrl_c_waits_for_a_step_the_second_does_not() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_before_drawing_ctrl_c_stops_at_once_and_is_not_lost() -> None:
+    with stoppable() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        # even where something swallowed that exception (a finaliser does), drawing does not begin
+        with pytest.raises(Cancelled):
+            stop.begin()
 
 
 def test_outside_the_main_thread_it_does_nothing() -> None:

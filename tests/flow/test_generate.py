@@ -122,6 +122,33 @@ def test_guidance_runs_two_rows_and_ngms_one(sd1: Model) -> None:
     assert np.array_equal(unused.images, plain.images)
 
 
+@pytest.mark.parametrize(
+    ("asked", "label", "eta"),
+    [
+        ("k_euler_a", "Euler a", "Eta: 0.5"),
+        ("EULER A", "Euler a", "Eta: 0.5"),
+        ("ddim", "DDIM", "Eta DDIM: 0.5"),
+    ],
+)
+def test_pictures_carry_the_samplers_own_name(sd1: Model, asked: str, label: str, eta: str) -> None:
+    result = clearway.generate(change(sampler=asked, eta=0.5, steps=2), sd1)
+    assert f"Sampler: {label}, " in result.infotexts[0] and f"{eta}, " in result.infotexts[0]
+    assert result.request.sampler == label
+
+
+def test_a_schedule_behind_the_samplers_name_is_the_schedule(sd1: Model) -> None:
+    result = clearway.generate(change(sampler="dpm++ 2m karras"), sd1)
+    assert "Sampler: DPM++ 2M, Schedule type: Karras" in result.infotexts[0]
+
+
+def test_cfg_zero_is_the_negative_prompt_alone(sd1: Model) -> None:
+    """denoised = uncond + 0 * (cond - uncond), so the prompt has no say."""
+    first = clearway.generate(change(cfg_scale=0.0), sd1)
+    other = clearway.generate(change(cfg_scale=0.0, prompt="something else"), sd1)
+    assert np.array_equal(first.images, other.images)
+    assert not np.array_equal(first.images, clearway.generate(change(cfg_scale=1.0), sd1).images)
+
+
 def test_second_order_samplers_call_twice_a_step_but_the_last(sd1: Model) -> None:
     with Rows(sd1) as rows:
         clearway.generate(change(sampler="Heun", cfg_scale=1.0, steps=4), sd1)

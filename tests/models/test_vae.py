@@ -32,7 +32,7 @@ class Vae(torch.nn.Module):
 
 def model(vae_module: Vae):
     return SimpleNamespace(
-        vae=vae_module, latent_scale=0.5, latent_shift=0.25, precision=SimpleNamespace(unet="float16")
+        vae=vae_module, latent_scale=0.5, latent_shift=0.25, precision=SimpleNamespace(unet="float16", sampling="float32")
     )
 
 
@@ -60,6 +60,10 @@ def test_nan_in_float32_is_a_sentence(dtype: torch.dtype) -> None:
         vae.decode(model(Vae(dtype, broken=True)), LATENTS)
 
 
-def test_nan_latents_are_the_unets_fault() -> None:
-    with pytest.raises(UnavailableError, match="the UNet returned NaN in float16"):
-        vae.decode(model(Vae(torch.float32)), LATENTS * float("inf"))
+def test_nan_latents_name_the_dtype_that_may_be_at_fault() -> None:
+    broken = model(Vae(torch.float32))
+    with pytest.raises(UnavailableError, match="UNet in float16.*dtype float32"):
+        vae.decode(broken, LATENTS * float("inf"))
+    broken.precision.unet = "float32"
+    with pytest.raises(UnavailableError, match="smaller eta"):
+        vae.decode(broken, LATENTS * float("inf"))

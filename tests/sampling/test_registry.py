@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clearway.errors import RequestError
-from clearway.sampling import Sampler, resolve, samplers, schedules
+from clearway.sampling import Sampler, check_options, resolve, samplers, schedules
 from clearway.sampling.registry import checked_options
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "samplers.md"
@@ -139,3 +139,15 @@ def test_importing_the_room_is_light() -> None:
     code = "import sys, clearway.sampling; print(sorted({'torch', 'torchsde', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_options_are_checked_against_sampler_and_schedule() -> None:
+    euler_a, label = resolve("Euler a", "Karras")
+    check_options(euler_a, label, {"eta": 0.5, "rho": 5.0})
+    with pytest.raises(RequestError, match="takes no s_churn"):
+        check_options(euler_a, label, {"s_churn": 1.0})
+    with pytest.raises(RequestError, match="schedule 'Exponential' takes no rho"):
+        check_options(euler_a, "Exponential", {"rho": 5.0})
+    ddim, automatic = resolve("DDIM")
+    with pytest.raises(RequestError, match="schedule 'Timesteps' takes no sigma_max"):
+        check_options(ddim, automatic, {"sigma_max": 5.0})

@@ -7,6 +7,7 @@ import gc
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 NAMES = ("generate",)
 FOLDER = "pictures"
+EMBEDDED = "embedded"
 
 
 def add(commands: Any) -> None:
@@ -53,22 +55,22 @@ def run(args: argparse.Namespace) -> int:
     from clearway import image
     from clearway.pipeline import check, generate
 
-    repeated = _read(args.source) if args.source else None
+    repeated = _read(args.source) if args.source is not None else None
     if args.prompt is None and repeated is None:
         raise RequestError('no prompt was given; try: clearway generate "a red apple"')
     request = check(request_from(args, repeated))
-    target = args.output or FOLDER
+    target = FOLDER if args.output is None else args.output
     image.check_target(target, request.count, format=args.format)
-    begun = time.perf_counter()
-    model = _model(args, repeated)
-    load_ms = (time.perf_counter() - begun) * 1000
-    gc.freeze()  # what is loaded stays: the collector need not walk it again
-    for note in model.notes:
-        say(note)
     paths: list[Path] = []
     save_ms = 0.0
 
     with stoppable() as stop, Progress() as progress:
+        begun = time.perf_counter()
+        model = _model(args, repeated)
+        load_ms = (time.perf_counter() - begun) * 1000
+        gc.freeze()  # what is loaded stays: the collector need not walk it again
+        for note in model.notes:
+            say(note)
 
         def listen(event: Event) -> None:
             nonlocal save_ms
@@ -85,9 +87,13 @@ def run(args: argparse.Namespace) -> int:
                         progress.write(str(path))
             stop(event)
 
+        stop.begin()
         result = generate(request, model, listen)
     for note in result.notes:
         say(note)
+    suffix = Path(target).suffix.lower()
+    if any(path.suffix.lower() != suffix for path in paths if suffix and not Path(target).is_dir()):
+        say(f"{suffix} cannot hold every picture or its parameters; those are saved as PNG")
     timings = {"load": load_ms, **result.timings_ms, "save": save_ms}
     if args.json:
         print_json(_summary(result, model, paths, timings))
@@ -127,10 +133,9 @@ def _model(args: argparse.Namespace, repeated: str | None) -> Model:
     from clearway.models import load
 
     values = infotext.parse(repeated).values if repeated else {}
-    source = args.model or values.get("Model") or "embedded"
     device = pick(args.device)
     model = load(
-        source,
+        _known(values) if args.model is None else args.model,
         device=device,
         precision=precision_from(args, device, repeated),
         local_files_only=args.local_files_only,
@@ -143,6 +148,22 @@ def _model(args: argparse.Namespace, repeated: str | None) -> Model:
         for key in infotext.unread(repeated):
             say(f"the picture's {key!r} is not applied")
     return model
+
+
+def _known(values: Mapping[str, str]) -> str | Path:
+    """The model a picture names, among this machine's: a stranger's picture chooses no path and no hub."""
+    from clearway.models import find
+
+    name = values.get("Model", EMBEDDED)
+    if name == EMBEDDED:
+        return name
+    found = find(name)
+    if found is None:
+        raise RequestError(
+            f"the picture was made with model {name!r}, which is in no folder of CLEARWAY_MODELS; "
+            "--model says where it is, or which other one to use"
+        )
+    return found
 
 
 def _evidence(result: Result, model: Model, timings_ms: dict[str, float]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from clearway.cli.output import print_json
+from clearway.cli.output import print_json, write
 
 NAMES = ("info",)
 
@@ -54,16 +54,16 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     if found.infotext:
-        print(found.infotext)
+        write(found.infotext)
     if found.kind == "comfyui":
-        print(f"ComfyUI picture, {found.width} x {found.height}")
+        write(f"ComfyUI picture, {found.width} x {found.height}")
         for key, value in (found.summary or {}).items():
-            print(f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+            write(f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
         for name, graph in (("prompt", found.comfyui_prompt), ("workflow", found.comfyui_workflow)):
             if graph is not None:
-                print(f"{name}: {json.dumps(graph, ensure_ascii=False)}")
+                write(f"{name}: {json.dumps(graph, ensure_ascii=False)}")
     if found.evidence:
-        print(f"evidence: {json.dumps(found.evidence, ensure_ascii=False)}")
+        write(f"evidence: {json.dumps(found.evidence, ensure_ascii=False)}")
     if not found.infotext and found.kind != "comfyui":
-        print(f"{args.file}: a {found.format} of {found.width} x {found.height} without parameters")
+        write(f"{args.file}: a {found.format} of {found.width} x {found.height} without parameters")
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import sys
 import warnings
@@ -11,6 +13,7 @@ from typing import NoReturn
 
 from clearway import __version__
 from clearway.cli import doctor, generate, info, models, samplers
+from clearway.cli.output import prepare_streams, say
 from clearway.errors import ClearwayError, RequestError
 
 COMMANDS = (generate, models, samplers, info, doctor)
@@ -47,6 +50,7 @@ def command_names() -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns the exit code (0, 2 asked wrongly, 3 not possible here, 130 stopped)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    prepare_streams()
     try:
         args = build_parser().parse_args(_with_command(given))
         if args.command is None:
@@ -57,22 +61,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ClearwayError as error:
-        print(f"clearway: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("clearway: stopped", file=sys.stderr)
+        say("stopped")
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone: `clearway samplers | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except MemoryError:
-        print("clearway: this machine ran out of memory; a smaller size would need less", file=sys.stderr)
+        say("this machine ran out of memory; a smaller size would need less")
+        return 3
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        say("standard output cannot be written: no space is left on its device")
         return 3
 
 
-def entry() -> NoReturn:
-    """The console script."""
-    sys.exit(main())
+def _discard_output() -> None:
+    """Sends what is left in standard output's buffer nowhere, so that the interpreter's end is quiet."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_command(given: list[str]) -> list[str]:
@@ -95,7 +106,3 @@ def _prepare_libraries() -> None:
     warnings.simplefilter("ignore")
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
-
-
-if __name__ == "__main__":
-    entry()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from clearway.cli.output import say
 from clearway.errors import RequestError
 from clearway.request import Request
 
 if TYPE_CHECKING:
     from clearway.device import Device
     from clearway.types import Precision
+
+FINE_POINTS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax", "sigma_min", "sigma_max", "rho")
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +94,29 @@ def request_from(args: argparse.Namespace, repeated: str | None = None) -> Reque
         if args.width is not None or args.height is not None:
             raise RequestError("--size and --width or --height were both given; one of them is enough")
         given["width"], given["height"] = args.size
-    if repeated and "sampler" in given and "schedule" not in given:
-        given["schedule"] = None  # the repeated picture's schedule belongs to its sampler
+    if repeated and ("sampler" in given or "schedule" in given):
+        base = _without_foreign_options(base, given)
     return replace(base, **given)
+
+
+def _without_foreign_options(base: Request, given: dict[str, Any]) -> Request:
+    """A repeated picture's request without what another sampler or schedule than its own does not take."""
+    from clearway import sampling
+
+    if "sampler" in given:
+        base = replace(base, schedule=None)  # the picture's schedule belonged to its sampler
+    sampler, schedule = sampling.resolve(
+        given.get("sampler", base.sampler) or "Euler", given.get("schedule", base.schedule)
+    )
+    for name in FINE_POINTS:
+        value = getattr(base, name)
+        if value is not None and name not in given:
+            try:
+                sampling.check_options(sampler, schedule, {name: value})
+            except RequestError as error:
+                say(f"the picture's {name} {value:g} is left out: {error}")
+                base = replace(base, **{name: None})  # type: ignore[arg-type]
+    return base
 
 
 def precision_from(args: argparse.Namespace, device: Device, repeated: str | None = None) -> Precision:
@@ -106,12 +129,12 @@ def precision_from(args: argparse.Namespace, device: Device, repeated: str | Non
         precision = replace(precision, **infotext.precision_fields(repeated))
     named = {
         "unet": args.dtype,
-        "text_encoder": args.text_encoder_dtype or args.dtype,
+        "text_encoder": args.dtype if args.text_encoder_dtype is None else args.text_encoder_dtype,
         "vae": args.vae_dtype,
         "sampling": args.sampling_dtype,
     }
     changes: dict[str, str | bool] = {
-        part: str(dtype(name)).removeprefix("torch.") for part, name in named.items() if name
+        part: str(dtype(name)).removeprefix("torch.") for part, name in named.items() if name is not None
     }
     if args.tf32 is not None:
         changes["tf32"] = args.tf32
@@ -119,7 +142,7 @@ def precision_from(args: argparse.Namespace, device: Device, repeated: str | Non
 
 
 def _size(text: str) -> tuple[int, int]:
-    width, sign, height = text.lower().replace("×", "x").partition("x")
-    if not (sign and width.strip().isdigit() and height.strip().isdigit()):
-        raise argparse.ArgumentTypeError(f"size {text!r} is not WIDTHxHEIGHT, e.g. 512x768")
+    width, sign, height = text.lower().partition("x")
+    if not (sign and text.isascii() and width.strip().isdigit() and height.strip().isdigit()):
+        raise argparse.ArgumentTypeError(f"size {text!r:.40} is not WIDTHxHEIGHT, e.g. 512x768")
     return int(width), int(height)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from clearway.cli.output import write
 from clearway.errors import Cancelled
 from clearway.types import Event, StepDone
 
@@ -41,32 +42,47 @@ class Progress:
         """A line on standard output that does not tear the bar."""
         if self._bar is not None:
             self._bar.clear()
-        print(line, flush=True)
+        write(line)
+
+
+class Stop:
+    """Whether Ctrl-C was pressed. While `drawing` the first one waits for a step; else it stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.drawing = False
+
+    def begin(self) -> None:
+        """Drawing begins now. Raises Cancelled where Ctrl-C came before and something swallowed it."""
+        if self.asked.is_set():
+            raise Cancelled("stopped before drawing")
+        self.drawing = True
+
+    def __call__(self, event: Event) -> None:
+        """Listens to a generation; raises Cancelled at the first step after Ctrl-C."""
+        if self.asked.is_set() and isinstance(event, StepDone):
+            raise Cancelled(f"stopped after step {event.step} of {event.steps}; finished pictures are kept")
 
 
 @contextmanager
-def stoppable() -> Iterator[Callable[[Event], None]]:
-    """Within it Ctrl-C is noted, and the listener it yields raises Cancelled at the next step.
+def stoppable() -> Iterator[Stop]:
+    """Within it Ctrl-C is noted in the Stop it yields; a second one interrupts at once.
 
-    A second Ctrl-C interrupts at once. Outside the main thread, where no signal arrives, it does nothing.
+    Outside the main thread, where no signal arrives, it does nothing.
     """
-    asked = threading.Event()
-
-    def listen(event: Event) -> None:
-        if asked.is_set() and isinstance(event, StepDone):
-            raise Cancelled(f"stopped after step {event.step} of {event.steps}; finished pictures are kept")
-
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield listen
+        yield stop
         return
 
     def note(_signal: int, _frame: FrameType | None) -> None:
-        if asked.is_set():
+        at_once = stop.asked.is_set() or not stop.drawing
+        stop.asked.set()
+        if at_once:
             raise KeyboardInterrupt
-        asked.set()
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield listen
+        yield stop
     finally:
         signal.signal(signal.SIGINT, before)

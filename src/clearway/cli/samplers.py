@@ -33,7 +33,7 @@ def run_list(args: argparse.Namespace) -> int:
         {
             "name": sampler.label,
             "aliases": list(sampler.aliases),
-            "schedule": sampler.default_schedule or "Automatic",
+            "schedule": sampler.default_schedule or sampler.own_schedule or "Automatic",
             "second_order": sampler.second_order,
             "noise": sampler.noise,
             "options": list(sampler.options),

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clearway.models.family import FAMILIES, Family, TextEncoder
-from clearway.models.library import Entry, available, embedded_problem
+from clearway.models.library import Entry, available, embedded_problem, find
 from clearway.models.load import load
 from clearway.models.model import Model
 from clearway.models.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ __all__ = [
     "available",
     "decode",
     "embedded_problem",
+    "find",
     "load",
 ]
 

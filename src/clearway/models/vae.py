@@ -20,8 +20,14 @@ def decode(model: Model, latents: Tensor, run: Callable[..., Any] | None = None)
     Raises UnavailableError where the latents themselves are not finite, or float32 does not help.
     """
     if not torch.isfinite(latents).all():
+        if model.precision.unet == model.precision.sampling == "float32":
+            raise UnavailableError(
+                "sampling ended in NaN or infinity in float32; the weights are damaged or a sampler option is "
+                "too large, so smaller eta, s_noise, s_churn, sigma_max or cfg_scale may work"
+            )
         raise UnavailableError(
-            f"the UNet returned NaN in {model.precision.unet}; --dtype float32 (or bfloat16) may work"
+            f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "
+            f"{model.precision.sampling}); dtype float32 (or bfloat16) may work"
         )
     pixels = _decode(model, latents, run)
     if torch.isfinite(pixels).all():

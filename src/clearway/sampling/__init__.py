@@ -7,7 +7,7 @@ here, and a row in docs/samplers.md. Adding a schedule: one decorated function i
 from clearway.sampling import ddim, dpmpp, euler, heun  # noqa: F401 - importing a family registers it
 from clearway.sampling.loop import OnStep, finish, initial_scale, sample
 from clearway.sampling.noise import ImageNoise, brownian_noise, noise_for
-from clearway.sampling.registry import Sampler, Schedule, resolve, samplers, schedules
+from clearway.sampling.registry import Sampler, Schedule, check_options, resolve, samplers, schedules
 from clearway.sampling.sigmas import schedule, sigmas_for
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Sampler",
     "Schedule",
     "brownian_noise",
+    "check_options",
     "finish",
     "initial_scale",
     "noise_for",

@@ -75,6 +75,10 @@ def finish(x: Tensor, sigmas: Tensor) -> Tensor:
 
 def _levels(sigmas: Tensor) -> list[float]:
     """The sigmas as Python floats, checked."""
+    import torch
+
+    if not isinstance(sigmas, torch.Tensor):
+        raise RequestError(f"sigmas must be a CPU tensor, found {type(sigmas).__name__}")
     if sigmas.device.type != "cpu" or sigmas.ndim != 1 or len(sigmas) < 2:
         found = f"shape {tuple(sigmas.shape)} on {sigmas.device}"
         raise RequestError(f"sigmas must be one row of two or more numbers on the CPU, found {found}")

@@ -176,6 +176,20 @@ def checked_options(what: str, taken: Sequence[str], options: Mapping[str, float
     return given
 
 
+def check_options(sampler: Sampler, schedule_label: str, options: Mapping[str, float | None]) -> None:
+    """Raises RequestError for an option that neither this sampler nor this schedule takes (see `resolve`)."""
+    of_schedules = {name for one in schedules() for name in one.options}
+    label = schedule_label
+    if label == AUTOMATIC and sampler.own_schedule is not None:
+        label = sampler.own_schedule
+    schedule = find_schedule(label)
+    for what, taken, chosen in (
+        (f"sampler {sampler.label!r}", sampler.options, options.keys() - of_schedules),
+        (f"schedule {schedule.label!r}", schedule.options, options.keys() & of_schedules),
+    ):
+        checked_options(what, taken, {name: options[name] for name in sorted(chosen)})
+
+
 def _split(name: str) -> tuple[Sampler, str]:
     """A sampler's name, with or without a schedule's behind it -> the sampler and that schedule's label."""
     known, key = _sampler_names(), _key(name)
