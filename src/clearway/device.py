@@ -245,3 +245,24 @@ def _processor() -> str:
         except OSError:
             pass
     return platform.processor() or platform.machine()
+
+
+def identity(kind: str) -> str:
+    """Device, driver, torch and kernel language: what a kernel's verdict on this machine depends on."""
+    import importlib.util
+
+    import torch
+
+    parts = [kind, f"torch {torch.__version__}"]
+    if kind == "cuda" and torch.cuda.is_available():
+        import importlib.metadata as metadata
+
+        parts.append(torch.cuda.get_device_name(0))
+        parts.append(f"driver {torch._C._cuda_getDriverVersion()}")  # type: ignore[attr-defined]
+        if importlib.util.find_spec("triton"):
+            parts.append(f"triton {metadata.version('triton')}")
+    elif kind == "mps":
+        parts += [_processor(), f"macOS {platform.mac_ver()[0]}"]
+    else:
+        parts.append(_processor())
+    return ", ".join(parts)

@@ -1,0 +1,467 @@
+"""Is an implementation sound on this machine? The checks, and the process they run in.
+
+A GPU fault kills the interpreter and cannot be caught, so checks run in a process of their own that is ended
+when it falls silent. It says what it begins before it begins it: after a crash or a hang the parent knows the
+case. What fails is not used on this machine; the program goes on. Before first use the small cases most like
+the arguments about to run are checked, within two seconds; `clearway ops check` runs every case, and the
+tests of the package call the same functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearway.ops import contract, state
+from clearway.ops._implementation import Case, Given, Implementation, refused, same_layout
+from clearway.ops.contract import OPS, Op
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+START_S = 120.0  # until its first line: starting torch on a busy machine
+SILENCE_S = 60.0  # no line for so long after that is a hang: building one kernel takes less
+SMALL_ELEMENTS = 2**17  # cases up to this size are what is run before first use
+SMALL_FLOPS = 2**30
+BUDGET_S = 2.0  # for the checks before first use; what is left then is left to `ops check`
+CPU_FLOPS = 2**33  # larger cases are passed over on the CPU: their yardstick would take minutes
+HABITS = {"cpu": torch.float32}  # large cases run in one dtype: float16, or what the device computes in
+BEGUN = "…"
+NOTHING = "none of its op's small cases is one that it takes in this dtype"
+
+
+def isolated(
+    implementation: Implementation,
+    kind: str,
+    *,
+    like: Case | None = None,
+    every_case: bool = False,
+    limit_s: float = SILENCE_S,
+    on_line: Callable[[str, str], None] | None = None,
+) -> state.Verdict:
+    """The verdict on an implementation, found in a process of its own and kept as this machine's.
+
+    With `like` only its dtype is tested, cases like it first. `limit_s` is how long the process may be
+    silent. `on_line` hears each case and its problem (empty: sound) as it ends.
+    """
+    op = OPS[implementation.op]
+    job = {
+        "module": op.module,
+        "source": str(op.source),
+        "op": op.name,
+        "implementation": implementation.name,
+        "kind": kind,
+        "every": every_case,
+        "dtype": state.dtype_name(like[0].dtype) if like else None,
+        "like": list(like[0].shape) if like else None,
+    }
+    lines, end = _process(job, limit_s, on_line)
+    if end is not None and end.startswith(
+        "could not"
+    ):  # says nothing of the implementation: not kept on disk
+        verdict = state.Verdict(False, f"its process {end}")
+        state.remember(implementation, kind, verdict)
+        return verdict
+    problems = [f"{line['case']}: {line['problem']}" for line in lines if line.get("problem")]
+    checked = tuple({line["dtype"] for line in lines if line.get("problem") == "" and line.get("dtype")})
+    last = next((line["case"] for line in reversed(lines) if line.get("begin")), None)
+    reason = ""
+    if problems:
+        reason = problems[0] if len(problems) == 1 else f"{problems[0]} (and {len(problems) - 1} more)"
+    elif end is not None:
+        reason = f"its process {end}" + (f" in {last!r}" if last else " before the first case")
+    elif not checked:
+        reason = NOTHING
+    return state.store_verdict(implementation, kind, not reason, reason, checked)
+
+
+def _process(
+    job: dict[str, Any], limit_s: float, on_line: Callable[[str, str], None] | None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """The lines of the process, and how it ended where not well ("died (signal 6)")."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, state.INSIDE: "1", "PYTHONPATH": path}
+    lines: list[dict[str, Any]] = []
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "clearway.ops.selftest", json.dumps(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=os.name == "posix",
+        )
+    except (OSError, ValueError, TypeError) as error:
+        return lines, f"could not be started ({error})"
+    said: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+    readers = [
+        threading.Thread(target=_pass_on, args=(process.stdout, said.put), daemon=True),
+        threading.Thread(target=_pass_on, args=(process.stderr, errors.append), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    end = None
+    try:
+        while (text := said.get(timeout=limit_s if lines else START_S)) is not None:
+            line = _parsed(text)
+            if line is None:
+                continue
+            lines.append(line)
+            if on_line is not None and "problem" in line:
+                on_line(line["case"], line["problem"])
+        code = process.wait(timeout=limit_s)
+        if code or not any(line.get("end") for line in lines):
+            readers[1].join(timeout=1)
+            words = [line.strip() for line in errors if line and line.strip()]
+            what = f"signal {-code}" if code < 0 else f"exit code {code}"
+            end = f"died ({what}{', ' + words[-1][:200] if words and code > 0 else ''})"
+    except (queue.Empty, subprocess.TimeoutExpired):
+        end = f"was silent for {limit_s if lines else START_S:g} s"
+    finally:
+        _end(process)
+        for reader in readers:
+            reader.join(timeout=1)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    stream.close()
+    return lines, end
+
+
+def _pass_on(stream: Any, to: Callable[[Any], None]) -> None:
+    """Hands on each line of a stream, then None."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in stream:
+            to(line)
+    to(None)
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None  # something the libraries print
+    return line if isinstance(line, dict) and isinstance(line.get("case", ""), str) else None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the process and what it started; one that is done already is only collected."""
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            if os.name == "posix":
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+        process.wait()
+
+
+def check(
+    op: Op,
+    implementation: Implementation,
+    kind: str,
+    every_case: bool,
+    dtype: torch.dtype | None = None,
+    like: tuple[int, ...] | None = None,
+) -> Iterator[tuple[str, str, str]]:
+    """(case, dtype, problem) for each case and dtype in turn; an empty problem is a sound one.
+
+    A case is yielded with the problem "…" when it begins. Cases that the implementation refuses are passed
+    over. Before first use (`every_case` False) only small ones run, those like the shape `like` first.
+    """
+    deadline = time.monotonic() + BUDGET_S
+    for name, words, refusable in op.refusals():
+        if name == implementation.name:
+            reason = refused(implementation, _placed(made(op, refusable), kind))
+            if reason is None or words not in reason:
+                yield f"refusal {words!r}", "", f"it should have refused with that, and said {reason!r}"
+    for name, given in _cases(op, every_case, like):
+        large = callable(given)
+        if large and kind == "cpu" and _flops(op, given) > CPU_FLOPS:
+            continue
+        wanted = (dtype,) if dtype is not None else DTYPES
+        for each in (HABITS.get(kind, torch.float16),) if large else wanted:
+            args = _on(made(op, given), kind, each)
+            if refused(implementation, args) is not None:
+                continue
+            label = f"{name} {state.dtype_name(each)}"
+            yield label, state.dtype_name(each), BEGUN
+            yield label, state.dtype_name(each), problem(op, implementation, args, every_case, large)
+            if not every_case and time.monotonic() > deadline:
+                return
+
+
+def _flops(op: Op, given: Given) -> int:
+    if op.flops is None:
+        return 0
+    with torch.device("meta"):
+        return op.flops(*made(op, given))
+
+
+def made(op: Op, given: Given) -> Case:
+    """A case's arguments, all of them."""
+    return op._bound(given() if callable(given) else given, {})
+
+
+def _cases(op: Op, every_case: bool, like: tuple[int, ...] | None) -> list[tuple[str, Given]]:
+    found = list(op.cases())
+    if every_case:
+        return found
+    small: list[tuple[str, Given]] = []
+    for name, given in found:
+        if not callable(given) and _is_small(op, made(op, given)):
+            small.append((name, given))
+    if like:
+        small.sort(key=lambda case: _distance(made(op, case[1])[0].shape, like))
+    return small
+
+
+def _distance(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[bool, int]:
+    return len(shape) != len(like), abs(shape[-1] - like[-1]) if shape and like else 0
+
+
+def _is_small(op: Op, args: Case) -> bool:
+    elements = sum(arg.numel() for arg in args if isinstance(arg, Tensor))
+    return elements <= SMALL_ELEMENTS and (op.flops is None or op.flops(*args) <= SMALL_FLOPS)
+
+
+def problem(
+    op: Op, implementation: Implementation, args: Case, routed: bool = False, large: bool = False
+) -> str:
+    """What is wrong with an implementation's answer for `args`; empty where nothing is.
+
+    `routed` also compares what a call by name gives, which must be the very same bits. The yardstick is plain
+    PyTorch on the CPU, in float64 and in the arguments' own dtype; for `large` ones CUDA computes it, and MPS
+    what is in its own dtype.
+    """
+    before = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    where = "cuda" if large and args[0].is_cuda else "cpu"
+    yardstick = op.exact if large else op.reference.run
+    exact = tuple(one.cpu() for one in _outputs(yardstick(*_on(args, where, torch.float64))))
+    layout = _outputs(op.reference.run(*args))
+    eager = layout if large else _eager(op, args, exact)
+    try:
+        with _poisoned(layout):
+            raw = implementation.run(*args)
+            followed = _then(op, raw)  # at once, so that a kernel outside the stream is read too early
+    except Exception as error:
+        return f"it raised {type(error).__name__}: {str(error).strip() or 'no message'}"
+    for old, new in zip(before, args, strict=True):
+        if isinstance(old, Tensor) and not torch.equal(_bits(old), _bits(new)):
+            return "it changed its inputs"
+    out = _outputs(raw)
+    if len(out) != len(layout):
+        return f"it gave {len(out)} tensors, not {len(layout)}"
+    for mine, like, ref, own in zip(out, layout, exact, eager, strict=True):
+        found = _unlike(mine, like, implementation.stock) or _difference(op, mine, own, ref)
+        if found:
+            return found
+    found = _projection_differs(op, raw, followed)
+    if found or not routed:
+        return found
+    with state.trusting(), contract.use(**{op.name: implementation.name}):
+        again = _outputs(op(*args))
+    same = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(again, out, strict=True))
+    return "" if same else "called through the router it gives other bits than called directly"
+
+
+def _outputs(out: Any) -> tuple[Tensor, ...]:
+    return tuple(out) if isinstance(out, tuple | list) else (out,)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The values with NaN made comparable."""
+    return tensor.nan_to_num(nan=12345.0) if tensor.is_floating_point() else tensor
+
+
+def _eager(op: Op, args: Case, exact: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What plain PyTorch on the CPU gives in the arguments' own dtype; exact values rounded where it
+    cannot."""
+    try:
+        return _outputs(op.reference.run(*(_to(arg, "cpu", None) for arg in args)))
+    except RuntimeError:
+        dtype = args[0].dtype
+        return tuple(one.to(dtype) if one.is_floating_point() else one for one in exact)
+
+
+def _unlike(out: Tensor, like: Tensor, stock: bool) -> str:
+    if out.shape != like.shape or out.dtype != like.dtype or out.device != like.device:
+        return f"it gave {tuple(out.shape)} {out.dtype}, not {tuple(like.shape)} {like.dtype}"
+    if not stock and not same_layout(out, like):
+        return f"it gave strides {out.stride()}, not {like.stride()}"
+    return ""
+
+
+def _difference(op: Op, out: Tensor, eager: Tensor, exact: Tensor) -> str:
+    """What is wrong with values: where they are not finite, or how far from `exact` beyond what is
+    promised."""
+    dtype = out.dtype
+    if not dtype.is_floating_point:
+        return "" if torch.equal(out.cpu(), exact) else "its integers differ"
+    found, eager = out.detach().to("cpu", torch.float64), eager.detach().to("cpu", torch.float64)
+    target = exact.detach().to(dtype).double()  # where float64 is beyond the dtype, infinity is right
+    wrong = (found.isfinite() != target.isfinite()) & (eager.isfinite() == target.isfinite())
+    wrong |= target.isinf() & eager.isinf() & (found != target)
+    if wrong.any():
+        return (
+            f"{int(wrong.sum())} of {out.numel()} values are finite where they should not be, or not written"
+        )
+    exact = exact.detach()
+    finite = exact.isfinite() & target.isfinite() & found.isfinite()
+    if not finite.any():
+        return ""
+    largest = exact[finite].abs().max().item()
+    error = (found - exact)[finite].abs().max().item()
+    stated = op.promise.tolerances.get(state.dtype_name(dtype))
+    if stated:
+        budget = stated[1] + stated[0] * largest
+    elif dtype == torch.float64:  # nothing finer to compare with: rounding in another order
+        budget = 256 * torch.finfo(dtype).eps * largest
+    else:
+        both = finite & eager.isfinite()
+        own = (eager - exact)[both].abs().max().item() if both.any() else 0.0
+        budget = op.promise.factor * own + torch.finfo(dtype).eps * largest
+    return "" if error <= budget else f"it is {error:.3g} from float64, and {budget:.3g} is allowed"
+
+
+def _then(op: Op, out: Any) -> Tensor:
+    """What usually reads the output: the op's own `then`, else a projection of the last axis."""
+    if op.then is not None:
+        return op.then(out)
+    first = _outputs(out)[0]
+    if not first.is_floating_point() or first.dim() == 0:
+        return first.clone()
+    width = first.shape[-1]
+    weight = torch.linspace(-1, 1, 8 * width).reshape(8, width)
+    return torch.nn.functional.linear(first, weight.to(first.device, first.dtype))
+
+
+def _projection_differs(op: Op, raw: Any, followed: Tensor) -> str:
+    """Compares what was computed from the output at once with what its final values give."""
+    quiet = [
+        one.detach().to("cpu", torch.float64) if one.is_floating_point() else one.cpu()
+        for one in _outputs(raw)
+    ]
+    exact = _then(op, tuple(quiet) if isinstance(raw, tuple) else quiet[0])
+    found = followed.detach().to("cpu", exact.dtype)
+    finite = exact.isfinite() & found.isfinite()
+    if not exact.is_floating_point() or not finite.any():
+        return ""
+    scale = max(
+        exact[finite].abs().max().item(),
+        max(float(one[one.isfinite()].abs().max()) for one in quiet if one.isfinite().any()),
+    )
+    error = (found - exact)[finite].abs().max().item()
+    budget = 32 * torch.finfo(followed.dtype).eps * scale
+    return (
+        "" if error <= budget else f"a projection right after it is off by {error:.3g}: it was not in order"
+    )
+
+
+@contextmanager
+def _poisoned(layout: tuple[Tensor, ...]) -> Iterator[None]:
+    """Within it new, uninitialised tensors hold NaN, so that a value never written shows.
+
+    Python's makers are wrapped; what C++ allocates is likely to be one of the blocks filled and freed here.
+    """
+    makers = [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch, "empty_permuted"),
+        (Tensor, "new_empty"),
+        (Tensor, "new_empty_strided"),
+    ]
+    originals = [getattr(owner, name) for owner, name in makers]
+    blocks = [torch.full_like(one, float("nan")) for one in layout * 2 if one.is_floating_point()]
+    del blocks
+
+    def poisoned(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor: Tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return made
+
+    for (owner, name), make in zip(makers, originals, strict=True):
+        setattr(owner, name, poisoned(make))
+    try:
+        yield
+    finally:
+        for (owner, name), make in zip(makers, originals, strict=True):
+            setattr(owner, name, make)
+
+
+def _on(args: Case, kind: str, dtype: torch.dtype | None) -> Case:
+    """The arguments on a device in a dtype."""
+    return tuple(_to(arg, kind, dtype) for arg in args)
+
+
+def _placed(args: Case, kind: str) -> Case:
+    """The arguments on a device as they are; without values where it has no such dtype (MPS: float64)."""
+    try:
+        return _on(args, kind, None)
+    except (TypeError, RuntimeError):
+        return _on(args, "meta", None)
+
+
+def _to(arg: Any, kind: str, dtype: torch.dtype | None) -> Any:
+    """A tensor on a device in a dtype with its very strides, gaps and broadcast axes included."""
+    if not isinstance(arg, Tensor):
+        return arg
+    wanted = dtype if dtype is not None and arg.is_floating_point() else arg.dtype
+    storage = arg.untyped_storage()
+    whole = torch.empty(0, dtype=arg.dtype, device=arg.device).set_(storage).to(kind, wanted)
+    return whole.as_strided(arg.shape, arg.stride(), arg.storage_offset())
+
+
+def load(module: str, source: str) -> None:
+    """Imports the module that registers an op, from its file where it is not to be found by name."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        spec = importlib.util.spec_from_file_location(module, source)
+        if spec is None or spec.loader is None:
+            raise
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[module] = made
+        spec.loader.exec_module(made)
+
+
+def main(arguments: list[str]) -> int:
+    """The process: checks one implementation and prints a JSON line for whatever begins and ends."""
+    job = json.loads(arguments[0])
+    load("_selftest_main" if job["module"] == "__main__" else job["module"], job["source"])
+    op = OPS[job["op"]]
+    name, kind = job["implementation"], job["kind"]
+    implementation = next(i for i in op.implementations if i.name == name and i.device in (kind, "any"))
+    print(json.dumps({"started": True}), flush=True)
+    dtype = getattr(torch, job["dtype"]) if job["dtype"] else None
+    like = tuple(job["like"]) if job["like"] else None
+    for case, in_dtype, found in check(op, implementation, kind, job["every"], dtype, like):
+        line: dict[str, Any] = {"case": case, "dtype": in_dtype}
+        line.update({"begin": True} if found == BEGUN else {"problem": found})
+        print(json.dumps(line), flush=True)
+    print(json.dumps({"end": True}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

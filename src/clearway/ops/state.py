@@ -1,0 +1,254 @@
+"""What is known of implementations on this machine: verdicts, the tuned table, what was switched off and why.
+
+A verdict is one file of verdicts/ in the state folder, named after the op, the implementation, the device
+family and a digest of device, driver, torch, kernel language, sources and the self-test itself. A file that
+does not say just that, or not with its seal, is ignored and the implementation tested anew; each is written
+in one move, so that processes side by side never read half of one. The tuned table is tuned/<kind>.json:
+{"identity": …, "choices": {"<op>": {"<dtype>|<size class>": "<implementation>"}}}; it holds only for the
+identity (device, driver, torch, kernel language) it was measured with.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clearway import device, home
+
+if TYPE_CHECKING:
+    import torch
+
+    from clearway.ops.contract import Case, Implementation
+
+INSIDE = "CLEARWAY_SELFTEST"  # set in the self-test's own process, which must not start another
+_FIELDS = {"op": str, "implementation": str, "identity": str, "sound": bool, "reason": str, "date": str}
+
+_version = 0
+_disabled: dict[tuple[str, str], str] = {}
+_said: dict[tuple[str, str], str] = {}
+_tuned: dict[str, dict[str, dict[str, str]]] = {}
+_identity: dict[str, str] = {}
+_digests: dict[tuple[Implementation, str], str] = {}
+_verdicts: dict[tuple[Implementation, str], Verdict] = {}
+_testing = threading.RLock()
+_trusting: ContextVar[bool] = ContextVar("clearway_trusting", default=False)
+
+
+class BuildError(RuntimeError):
+    """A kernel could not be built on this machine; the message says why, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a self-test found: sound in `dtypes`, or not and why. An unsound one is used in no dtype."""
+
+    sound: bool
+    reason: str
+    dtypes: tuple[str, ...] = ()
+    date: str = ""
+
+    def sentence(self) -> str:
+        """Why the implementation is not used."""
+        return f"its self-test on this machine failed: {self.reason}"
+
+
+def version() -> int:
+    """Counts every change of what routes may be; captured graphs are keyed on it (`contract.route_key`)."""
+    return _version
+
+
+def changed() -> None:
+    """Says that routes may be different from now on."""
+    global _version
+    _version += 1
+
+
+def identity(kind: str) -> str:
+    """Device, driver, torch and kernel language of this machine: what a verdict depends on."""
+    if kind not in _identity:
+        _identity[kind] = device.identity(kind)
+    return _identity[kind]
+
+
+def disable(op: str, implementation: str, reason: str) -> None:
+    """Switches one implementation off for this process, and says so once."""
+    _disabled[op, implementation] = reason
+    _say(op, implementation, reason)
+    changed()
+
+
+def disabled(op: str, implementation: str) -> str | None:
+    """Why an implementation was switched off in this process; None where it was not."""
+    return _disabled.get((op, implementation))
+
+
+def losses() -> tuple[str, ...]:
+    """What this process found unusable on this machine, a sentence each."""
+    return tuple(f"{op}/{name} is not used: {reason}" for (op, name), reason in _said.items())
+
+
+def _say(op: str, implementation: str, reason: str) -> None:
+    if (op, implementation) not in _said:
+        _said[op, implementation] = reason
+        print(f"clearway: {op}/{implementation} is not used: {reason}", file=sys.stderr)
+
+
+def tuned(op: str, kind: str) -> dict[str, str] | None:
+    """What was measured best for an op on this machine, by "dtype|size class"; None where nothing was."""
+    if kind not in _tuned:
+        found = _stored("tuned", f"{kind}.json")
+        choices = found.get("choices")
+        if not isinstance(choices, dict) or found.get("identity") != identity(kind):
+            choices = {}
+        _tuned[kind] = {
+            str(name): {key: value for key, value in table.items() if isinstance(value, str)}
+            for name, table in choices.items()
+            if isinstance(table, dict)
+        }
+    return _tuned[kind].get(op)
+
+
+def store_tuned(kind: str, choices: dict[str, dict[str, str]]) -> bool:
+    """Replaces the tuned table of `kind`; False where the disk did not keep it (it holds for this
+    process)."""
+    _tuned[kind] = choices
+    changed()
+    return home.write_json({"identity": identity(kind), "choices": choices}, "tuned", f"{kind}.json")
+
+
+def known(implementation: Implementation, kind: str, dtype: torch.dtype | None = None) -> Verdict | None:
+    """The verdict that covers `dtype` (None: any of them) on just this machine of just this source; else
+    None."""
+    found = _verdicts.get((implementation, kind)) or _read(implementation, kind)
+    if found is None:
+        return None
+    _verdicts[implementation, kind] = found
+    if found.sound and dtype is not None and dtype_name(dtype) not in found.dtypes:
+        return None
+    return found
+
+
+def store_verdict(
+    implementation: Implementation, kind: str, sound: bool, reason: str, dtypes: tuple[str, ...]
+) -> Verdict:
+    """Keeps a verdict for this machine, together with the dtypes found sound before."""
+    before = _read(implementation, kind)
+    if sound and before is not None and before.sound:
+        dtypes = tuple(sorted({*before.dtypes, *dtypes}))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    made = Verdict(sound, reason, tuple(sorted(dtypes)), today)
+    content = {
+        "op": implementation.op,
+        "implementation": implementation.name,
+        "identity": identity(kind),
+        "sound": sound,
+        "reason": reason,
+        "dtypes": list(made.dtypes),
+        "date": today,
+    }
+    home.write_json(
+        {**content, "seal": _seal(content, _digest(implementation, kind))}, *_place(implementation, kind)
+    )
+    remember(implementation, kind, made)
+    return made
+
+
+def remember(implementation: Implementation, kind: str, verdict: Verdict) -> None:
+    """Holds a verdict for this process; an unsound one is said once and changes routes."""
+    _verdicts[implementation, kind] = verdict
+    if not verdict.sound:
+        _say(implementation.op, implementation.name, verdict.sentence())
+        changed()
+
+
+def verdict(implementation: Implementation, kind: str, args: Case) -> str | None:
+    """None where the implementation may be used on arguments like these; else why not. Tests it if need
+    be."""
+    if _trusting.get() or os.environ.get(INSIDE):
+        return None
+    found = known(implementation, kind, args[0].dtype)
+    if found is None:
+        from clearway.ops import selftest
+
+        with _testing:  # threads that wait here find the verdict when they come in
+            found = known(implementation, kind, args[0].dtype)
+            if found is None:
+                found = selftest.isolated(implementation, kind, like=args)
+    return None if found.sound else found.sentence()
+
+
+@contextmanager
+def trusting() -> Iterator[None]:
+    """Within it nobody asks for a verdict: it is being found."""
+    token = _trusting.set(True)
+    try:
+        yield
+    finally:
+        _trusting.reset(token)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float16" for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def forget() -> None:
+    """Drops what this process knows (the disk keeps its own): for tests and after an upgrade."""
+    stores: tuple[dict[Any, Any], ...] = (_disabled, _said, _tuned, _identity, _digests, _verdicts)
+    for store in stores:
+        store.clear()
+    changed()
+
+
+def _stored(*parts: str) -> dict[str, Any]:
+    """An object of the state folder; empty also where it is nested beyond reason."""
+    try:
+        return home.read_json(*parts)
+    except RecursionError:
+        return {}
+
+
+def _digest(implementation: Implementation, kind: str) -> str:
+    """Of all that a verdict depends on. Sources are read once a process: the code it runs does not change."""
+    key = implementation, kind
+    if key not in _digests:
+        checks = hashlib.sha256(Path(__file__).with_name("selftest.py").read_bytes()).hexdigest()
+        parts = [identity(kind), implementation.source_hash(), checks]
+        _digests[key] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return _digests[key]
+
+
+def _place(implementation: Implementation, kind: str) -> tuple[str, str]:
+    digest = _digest(implementation, kind)[:16]
+    return "verdicts", f"{implementation.op}-{implementation.name}-{kind}-{digest}.json"
+
+
+def _seal(content: dict[str, Any], digest: str) -> str:
+    """Ties a file's words to its machine and source: one edited or carried over by hand is not believed."""
+    return hashlib.sha256(f"{digest} {json.dumps(content, sort_keys=True)}".encode()).hexdigest()
+
+
+def _read(implementation: Implementation, kind: str) -> Verdict | None:
+    content = _stored(*_place(implementation, kind))
+    seal = content.pop("seal", None)
+    dtypes = content.get("dtypes")
+    if not all(isinstance(content.get(name), kind_) for name, kind_ in _FIELDS.items()):
+        return None
+    if not isinstance(dtypes, list) or not all(isinstance(name, str) for name in dtypes):
+        return None
+    if seal != _seal(content, _digest(implementation, kind)):
+        return None
+    who = content["op"], content["implementation"], content["identity"]
+    if who != (implementation.op, implementation.name, identity(kind)):
+        return None
+    return Verdict(content["sound"], content["reason"], tuple(dtypes), content["date"])

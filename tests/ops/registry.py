@@ -1,0 +1,60 @@
+"""The registry as tests loop over it, naming no op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from clearway.ops import discover, selftest
+from clearway.ops._implementation import Case, Implementation, refused
+from clearway.ops.contract import OPS, Op
+
+discover()
+NAMES = sorted(name for name, op in OPS.items() if op.module.startswith("clearway."))
+
+
+def small(op: Op) -> Iterator[tuple[str, Case]]:
+    """The cases that are not large, every argument filled in."""
+    for name, given in op.cases():
+        if not callable(given):
+            yield name, selftest.made(op, given)
+
+
+def with_implementation(name: str) -> list[str]:
+    """The ops that have an implementation called `name`."""
+    return [op for op in NAMES if any(i.name == name for i in OPS[op].implementations)]
+
+
+def named(op: Op, name: str) -> Implementation:
+    """The implementation called `name`."""
+    return next(i for i in op.implementations if i.name == name)
+
+
+def in_dtype(args: Case, dtype: torch.dtype) -> Case:
+    """The arguments with every floating tensor in `dtype`, strides kept."""
+    return selftest._on(args, "cpu", dtype)
+
+
+def tensors(args: Case) -> list[Tensor]:
+    """The tensors among the arguments."""
+    return [arg for arg in args if isinstance(arg, Tensor)]
+
+
+def outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What an op gives, as a tuple."""
+    return out if isinstance(out, tuple) else (out,)
+
+
+__all__ = [
+    "NAMES",
+    "OPS",
+    "in_dtype",
+    "named",
+    "outputs",
+    "refused",
+    "small",
+    "tensors",
+    "with_implementation",
+]

@@ -1,0 +1,140 @@
+"""What is kept on disk and what is believed of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from clearway import home
+from clearway.ops import state
+from clearway.ops.contract import Implementation
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "home"))
+    state.forget()
+    yield
+    state.forget()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Implementation:
+    source = tmp_path / "kernel.metal"
+    source.write_text("kernel void one() {}")
+    return Implementation("stated", "one", "cpu", lambda x: x, sources=(source,))
+
+
+def file() -> Path:
+    (found,) = home.path("verdicts").glob("*.json")
+    return found
+
+
+def test_a_verdict_comes_back(made: Implementation) -> None:
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    state.forget()
+    found = state.known(made, "cpu", torch.float32)
+    assert found is not None and found.sound and found.dtypes == ("float32",) and found.date
+    assert state.known(made, "cpu", torch.float16) is None
+
+
+def test_dtypes_add_up_and_an_unsound_one_ends_it(made: Implementation) -> None:
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    assert state.store_verdict(made, "cpu", True, "", ("float16",)).dtypes == ("float16", "float32")
+    before = state.version()
+    state.store_verdict(made, "cpu", False, "wide: wrong", ("bfloat16",))
+    found = state.known(made, "cpu", torch.float32)
+    assert found is not None and not found.sound and "wide: wrong" in found.sentence()
+    assert state.version() > before
+
+
+def test_another_source_device_driver_or_torch_is_another_verdict(
+    made: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    state.forget()
+    made.sources[0].write_text("kernel void one() { /* faster */ }")
+    assert state.known(made, "cpu") is None
+    made.sources[0].write_text("kernel void one() {}")
+    state.forget()
+    assert state.known(made, "cpu") is not None
+    state.forget()
+    monkeypatch.setattr("clearway.device.identity", lambda kind: f"{kind}, torch 9.9.9, another driver")
+    assert state.known(made, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda content: content | {"sound": True, "reason": ""},  # unsound made sound by hand
+        lambda content: content | {"dtypes": ["float16", "float32", "bfloat16"]},
+        lambda content: content | {"seal": "0" * 64},
+        lambda content: content | {"sound": "true"},
+        lambda content: content | {"dtypes": "float32"},
+        lambda content: content | {"identity": "cpu, of a friend"},
+        lambda content: {key: value for key, value in content.items() if key != "seal"},
+        lambda content: [content],
+        lambda content: None,
+    ],
+)
+def test_what_was_edited_or_carried_over_is_not_believed(made: Implementation, forge) -> None:
+    state.store_verdict(made, "cpu", False, "it is wrong", ())
+    state.forget()
+    place = file()
+    place.write_text(json.dumps(forge(json.loads(place.read_text()))))
+    assert state.known(made, "cpu") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00\xff", '{"a":' * 2000, "[]"])
+def test_a_broken_file_is_no_verdict(made: Implementation, text: str) -> None:
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    state.forget()
+    file().write_text(text, encoding="utf-8")
+    assert state.known(made, "cpu") is None
+
+
+def test_a_verdict_renamed_to_another_implementation_is_not_believed(
+    made: Implementation, tmp_path: Path
+) -> None:
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    other = Implementation("stated", "two", "cpu", lambda x: x, sources=made.sources)
+    file().rename(home.path(*state._place(other, "cpu")))
+    assert state.known(other, "cpu") is None
+
+
+def test_a_disk_that_keeps_nothing_is_no_reason_to_stop(made: Implementation, tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file where the folder would be")
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    found = state.known(made, "cpu")
+    assert found is not None and found.sound  # for this process
+    assert state.store_tuned("cpu", {"stated": {"torch.float32|3": "one"}}) is False
+
+
+def test_switching_off_is_said_once_and_changes_routes(capsys: pytest.CaptureFixture[str]) -> None:
+    before = state.version()
+    state.disable("stated", "one", "the compiler says no")
+    state.disable("stated", "one", "the compiler says no")
+    assert capsys.readouterr().err.count("stated/one is not used: the compiler says no") == 1
+    assert state.version() > before and state.disabled("stated", "one") == "the compiler says no"
+    assert state.losses() == ("stated/one is not used: the compiler says no",)
+
+
+def test_the_tuned_table_holds_for_the_machine_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert state.tuned("stated", "cpu") is None
+    state.store_tuned("cpu", {"stated": {"torch.float32|3": "one"}})
+    state.forget()
+    assert state.tuned("stated", "cpu") == {"torch.float32|3": "one"}
+    state.forget()
+    monkeypatch.setattr("clearway.device.identity", lambda kind: "another machine")
+    assert state.tuned("stated", "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "choices", [None, [], {"stated": []}, {"stated": {"torch.float32|3": 7}}, {"stated": {}}]
+)
+def test_a_tuned_table_that_is_none_is_ignored(choices: object) -> None:
+    home.write_json({"identity": state.identity("cpu"), "choices": choices}, "tuned", "cpu.json")
+    assert not state.tuned("stated", "cpu")
