@@ -1,0 +1,29 @@
+"""Counts what was emulated in this run, for the line at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from metal.emulator import Library
+
+_kernels: dict[str, set[str]] = {}
+_dispatches: Counter[str] = Counter()
+
+
+def count(name: str, library: Library) -> None:
+    """Notes the dispatches of a library of `name`.metal."""
+    mode = "checked" if library.mode.checked else "in order" if library.mode.seed is None else "shuffled"
+    _dispatches[mode] += len(library.reports)
+    _kernels.setdefault(name, set()).update(report.kernel for report in library.reports)
+
+
+def lines() -> list[str]:
+    """The line; none where nothing was emulated."""
+    if not _kernels:
+        return []
+    kernels = sum(len(names) for names in _kernels.values())
+    modes = ", ".join(f"{_dispatches[mode]} {mode}" for mode in ("in order", "shuffled", "checked"))
+    return [
+        f"metal: {kernels} kernels of {len(_kernels)} files emulated, none run on a device "
+        f"({modes} dispatches)"
+    ]
