@@ -1,7 +1,8 @@
 """Writes the generated parts of the documentation; with --check, fails where one is stale.
 
-docs/cli.md comes from the command line's own parser, and every block between `<!-- generated: NAME -->` and
-`<!-- end -->` in README.md and the embedded model's card from result files under bench/results/.
+docs/cli.md comes from the command line's own parser, docs/ops.md from the registry of ops, and every block
+between `<!-- generated: NAME -->` and `<!-- end -->` in README.md and the embedded model's card from result
+files under bench/results/.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from docs_ops import ops_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -60,16 +63,32 @@ def embedded_score() -> str:
     path = RESULTS / "embedded_model" / "evaluation_256px.json"
     found = json.loads(path.read_text(encoding="utf-8"))
     names, pairs, colours, wordings = (found[part] for part in ("names", "pairs", "colours", "wordings"))
-    return f"""| asked for | right |
-|---|---|
-| {names["count"]} names drawn at random: the nearest training picture is the named one | {names["nearest"]:.1%} |
-| {pairs["count"]} pairs of name and background that were never trained together: both right | {pairs["both"]:.1%} |
-| {colours["count"]} recoloured objects (trained): name and colour right | {colours["both"]:.1%} |
-| {wordings["count"]} wordings as people write them: the nearest picture is an expected one | \
-{wordings["nearest_is_right"]} |
-
-{found["side_px"]} px, {found["sampler"]}, {found["steps"]} steps, CFG {found["cfg_scale"]:g}; {found["processor"]}, float32, \
-torch {found["torch"]}, diffusers {found["diffusers"]}, transformers {found["transformers"]}, {found["date"]}."""
+    rows = [
+        ("asked for", "right"),
+        ("---", "---"),
+        (
+            f"{names['count']} names drawn at random: the nearest training picture is the named one",
+            f"{names['nearest']:.1%}",
+        ),
+        (
+            f"{pairs['count']} pairs of name and background that were never trained together: both right",
+            f"{pairs['both']:.1%}",
+        ),
+        (
+            f"{colours['count']} recoloured objects (trained): name and colour right",
+            f"{colours['both']:.1%}",
+        ),
+        (
+            f"{wordings['count']} wordings as people write them: the nearest picture is an expected one",
+            f"{wordings['nearest_is_right'] / wordings['count']:.1%}",
+        ),
+    ]
+    settings = (
+        f"{found['side_px']} px, {found['sampler']}, {found['steps']} steps, CFG {found['cfg_scale']:g}"
+    )
+    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "diffusers", "transformers"))
+    table = "\n".join(f"| {left} | {right} |" for left, right in rows)
+    return f"{table}\n\n{settings}; {found['processor']}, float32, {versions}, {found['date']}."
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"embedded-score": embedded_score}
@@ -82,7 +101,7 @@ def with_blocks(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Each generated or partly generated page with what it should say."""
-    made = {ROOT / "docs" / "cli.md": cli_reference()}
+    made = {ROOT / "docs" / "cli.md": cli_reference(), ROOT / "docs" / "ops.md": ops_page()}
     for page in (ROOT / "README.md", ROOT / "src" / "clearway" / "models" / "embedded" / "README.md"):
         if page.is_file():
             made[page] = with_blocks(page.read_text(encoding="utf-8"))

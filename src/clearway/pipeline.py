@@ -19,6 +19,7 @@ from clearway.execution import Eager
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
 from clearway.models import Model, UNetDenoiser, decode, load
+from clearway.ops.contract import recording
 from clearway.prompt import plan
 from clearway.request import Request
 from clearway.result import Result, joined
@@ -45,7 +46,11 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     seeds, size = request.seeds(), request.batch_size or 1
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
-    with machine.tf32(model.device, model.precision.tf32), _memory_errors(request, model.device):
+    with (
+        machine.tf32(model.device, model.precision.tf32),
+        recording(routes),
+        _memory_errors(request, model.device),
+    ):
         # 1. the words: which text at which denoiser call, with which weights
         with clock.stage("prompt"):
             words = plan(request.prompt, request.negative_prompt)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from clearway import __version__
-from clearway.cli import doctor, generate, info, models, samplers
+from clearway.cli import doctor, generate, info, models, ops, samplers
 from clearway.cli.output import prepare_streams, say
 from clearway.errors import ClearwayError, RequestError
+from clearway.ops import workarounds
 
-COMMANDS = (generate, models, samplers, info, doctor)
+COMMANDS = (generate, models, samplers, info, doctor, ops)
 INTERRUPTED = 130
 SPIN_COUNT = "5000"  # measured in bench/results/cpu/spin_count.jsonl
 
@@ -101,6 +102,7 @@ def _prepare_libraries() -> None:
     """
     if sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    workarounds.prepare_environment()
     if os.environ.get("CLEARWAY_DEBUG"):
         return
     warnings.simplefilter("ignore")
