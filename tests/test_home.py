@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_what_is_written_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_damaged_file_is_an_empty_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path))
     home.write_json({}, "x.json")
-    for text in ("{", "[1]", "\x00"):
+    for text in ("{", "[1]", "\x00", "[" * 100_000):
         home.path("x.json").write_text(text)
         assert home.read_json("x.json") == {}
 
@@ -56,3 +57,45 @@ def test_a_failed_move_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(os, "replace", full)
     assert not home.write_json({}, "x.json")
     assert list((tmp_path / home.LAYOUT).iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path))
+    home.path().mkdir()
+    os.mkfifo(home.path("x.json"))
+    assert home.read_json("x.json") == {}
+
+
+def test_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert home.expanded("~/x") == tmp_path / "x"
+    assert home.expanded("x/~") == Path("x/~")
+
+
+def nobody(path: Path) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_where_no_home_is_known_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    monkeypatch.setattr(Path, "home", classmethod(nobody))
+    assert home.expanded("~nouser/x") == Path("~nouser/x")
+    for platform in ("linux", "darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", platform)
+        for name in ("XDG_STATE_HOME", "LOCALAPPDATA", "CLEARWAY_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        assert home.root().parent == Path(tempfile.gettempdir())
+        monkeypatch.setenv("CLEARWAY_HOME", "~nouser/x")
+        assert home.root().parent == Path(tempfile.gettempdir())
+
+
+def test_nor_where_there_is_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setenv("CLEARWAY_HOME", "~nouser/x")
+    assert home.read_json("x.json") == {} and not home.write_json({}, "x.json")

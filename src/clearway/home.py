@@ -17,8 +17,32 @@ from typing import Any
 LAYOUT = "v1"
 
 
+def expanded(path: str | Path) -> Path:
+    """`path` with a leading ~ or ~user made a home folder; as it is where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def root() -> Path:
-    """The state folder without its layout version; not created."""
+    """The state folder without its layout version; not created.
+
+    Where no home folder is known (an account without one, `~nobody`), a folder for temporary files: state in
+    whatever folder the process was started in would be found by nobody.
+    """
+    try:
+        return _root()
+    except RuntimeError:
+        user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+        try:
+            return Path(tempfile.gettempdir()) / f"clearway{user}"
+        except OSError:  # no folder for temporary files either: nothing will be kept
+            return Path(os.devnull) / "clearway"
+
+
+def _root() -> Path:
+    """As root, but RuntimeError where no home folder is known."""
     named = os.environ.get("CLEARWAY_HOME")
     if named:
         return Path(named).expanduser()
@@ -36,9 +60,10 @@ def path(*parts: str) -> Path:
 
 def read_json(*parts: str) -> dict[str, Any]:
     """The object stored at `parts`; empty where there is none or it cannot be read (it is only a cache)."""
+    target = path(*parts)
     try:
-        found = json.loads(path(*parts).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(target.read_text(encoding="utf-8")) if os.path.isfile(target) else None
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: nested beyond what Python reads
         return {}
     return found if isinstance(found, dict) else {}
 

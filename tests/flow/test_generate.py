@@ -141,6 +141,14 @@ def test_a_schedule_behind_the_samplers_name_is_the_schedule(sd1: Model) -> None
     assert "Sampler: DPM++ 2M, Schedule type: Karras" in result.infotexts[0]
 
 
+def test_a_card_that_names_what_does_not_exist_is_named(sd1: Model) -> None:
+    odd = dataclasses.replace(sd1, defaults=dataclasses.replace(sd1.defaults, sampler="DPM++ 4M"))
+    with pytest.raises(RequestError, match=r"the defaults of model '.*' do not fit: sampler 'DPM\+\+ 4M'"):
+        clearway.generate(Request(prompt="x", width=32, height=32), odd)
+    with pytest.raises(RequestError, match=r"^sampler 'DPM"):
+        clearway.generate(Request(prompt="x", sampler="DPM++ 5M"), sd1)
+
+
 def test_cfg_zero_is_the_negative_prompt_alone(sd1: Model) -> None:
     """denoised = uncond + 0 * (cond - uncond), so the prompt has no say."""
     first = clearway.generate(change(cfg_scale=0.0), sd1)

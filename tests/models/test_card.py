@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,15 @@ USUAL = Defaults(512, 512, 20, 7.0, "DPM++ 2M", "Karras")
 def test_a_card_changes_what_it_says() -> None:
     said = {"width": 256, "steps": 10, "cfg_scale": 3, "sampler": "Heun", "title": "Small"}
     found, notes = card.apply(said, USUAL, "x")
-    assert found == Defaults(256, 512, 10, 3.0, "Heun", "Karras") and notes == ()
+    assert found == Defaults(256, 512, 10, 3.0, "Heun", "Automatic") and notes == ()
     assert card.title_of(said, "x") == "Small" and card.title_of({}, "x") == "x"
     assert card.apply({}, USUAL, "x") == (USUAL, ())
+
+
+def test_a_sampler_alone_brings_its_own_schedule() -> None:
+    assert card.apply({"sampler": "Euler"}, USUAL, "x")[0].schedule == "Automatic"
+    assert card.apply({"sampler": "Euler", "schedule": "Karras"}, USUAL, "x")[0].schedule == "Karras"
+    assert card.apply({"schedule": "Exponential"}, USUAL, "x")[0].schedule == "Exponential"
 
 
 def test_what_is_not_known_is_noted() -> None:
@@ -53,6 +60,32 @@ def test_a_broken_card(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(RequestError, match=r"clearway\.json") as error:
         card.read_card(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(RequestError, match=r"config\.json is not a file that can be read"):
+        card.read_object(tmp_path / "config.json")
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(card.MAX_BYTES + 1)
+    with pytest.raises(RequestError, match=r"config\.json is larger than 10 MB"):
+        card.read_object(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"unet": {"norm_eps": "a"}}', '{"unet": {"attention_head_dim": -1}}',
+        '{"vae": {"scaling_factor": NaN}}', '{"text_encoder_2": {"num_attention_heads": 0}}',
+    ],
+)  # fmt: skip
+def test_metadata_gives_usable_numbers(text: str) -> None:
+    with pytest.raises(RequestError, match=r"x: its clearway metadata gives \w+ as .*, which cannot be used"):
+        card.file_metadata({"clearway": text}, "x")
 
 
 def test_metadata_of_a_file() -> None:

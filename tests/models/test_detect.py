@@ -48,6 +48,18 @@ def plus(keys: dict, *names: str) -> dict:
         (UNET | VAE | FIRST, SD2),  # SD 2 Turbo, in the sgm layout
         (XL, SDXL),
         (plus(XL, "v_pred", "ztsnr"), SDXL),
+        # incomplete files are still of their family, so that what they lack can be named
+        (UNET | VAE | LABEL | {"conditioner.embedders.1.model.positional_embedding": (77, 1280)}, SDXL),
+        (UNET | VAE | {"cond_stage_model.model.positional_embedding": (77, 1024)}, SD2),
+        (
+            plus(
+                without(
+                    without(XL, "model.diffusion_model.middle_block"), "model.diffusion_model.input_blocks.0"
+                ),
+                "model.diffusion_model.middle_block.1.norm.bias",
+            ),
+            SDXL,
+        ),
     ],
 )
 def test_families(keys: dict, family: object) -> None:
@@ -83,6 +95,8 @@ def test_families(keys: dict, family: object) -> None:
         (plus({}, "lora_unet_mid.hada_w1_a"), "LyCORIS"),
         (plus({}, "encoder.down.0.block.0.conv1.weight"), "is a VAE"),
         (VAE, "is a VAE"),
+        (plus(VAE | CLIP, "model_ema.diffusion_modelout2weight"), "only as a training average"),
+        (plus({}, "a\x1b[31m\n" * 99), r"tensors: a\x1b[31m\n"),
         (plus({}, "decoder.up_blocks.0.resnets.0.conv1.weight"), "is a VAE"),
         (plus({}, "down_blocks.0.resnets.0.norm1.weight", "conv_in.weight"), "UNet of a Diffusers folder"),
         (plus({}, "input_blocks.0.0.weight"), "is a UNet alone"),

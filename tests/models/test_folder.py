@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,35 @@ def test_half_precision_files(copy: Path) -> None:
         path.unlink()
     model = load(copy)
     assert model.unet.dtype == torch.float32
-    assert model.weights_files[0].name == "diffusion_pytorch_model.fp16.safetensors"
+    assert model.weights_files[0].name == "diffusion_pytorch_model.fp16.safetensors" and model.notes == ()
+
+
+@pytest.mark.parametrize("variant", ["bf16", "non_ema"])
+def test_a_variant_that_is_the_only_one(copy: Path, variant: str) -> None:
+    for folder in ("unet", "text_encoder"):
+        path = next((copy / folder).glob("*.safetensors"))
+        path.rename(path.with_suffix(f".{variant}.safetensors"))
+    model = load(copy)
+    assert model.notes == (
+        f"tiny: unet, text_encoder: only the variant {variant} is there, and it was taken.",
+    )
+    path = copy / "unet" / f"diffusion_pytorch_model.{variant}.safetensors"
+    assert model.weights_files == (path,)
+    shutil.copy(path, path.with_name("diffusion_pytorch_model.ema.safetensors"))
+    with pytest.raises(RequestError, match=rf"tiny/unet holds the variants .*{variant}.* and no plain"):
+        load(copy)
+    shutil.copy(path, half := path.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    assert weights_files(copy, "unet") == [half]
+
+
+def test_shards_of_a_variant(copy: Path) -> None:
+    whole = load_file(copy / UNET)
+    file = "diffusion_pytorch_model.bf16-00001-of-00001.safetensors"
+    (copy / UNET).rename(copy / "unet" / file)
+    index = copy / "unet" / "diffusion_pytorch_model.safetensors.index.bf16.json"
+    write_json(index, {"weight_map": dict.fromkeys(whole, file)})
+    model = load(copy)
+    assert model.weights_files == (copy / "unet" / file,) and "the variant bf16" in model.notes[0]
 
 
 def test_sharded_files(copy: Path) -> None:
@@ -119,6 +148,16 @@ def test_pickles_are_refused_unless_allowed(copy: Path) -> None:
     assert load(copy, allow_pickle=True).weights_files[0].suffix == ".bin"
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_pickles_in_several_files_are_named_as_such(copy: Path, allowed: bool) -> None:
+    (copy / UNET).unlink()
+    for name in ("-00001-of-00002.bin", "-00002-of-00002.bin", ".bin.index.json"):
+        (copy / "unet" / f"diffusion_pytorch_model{name}").write_text("{}")
+    with pytest.raises(RequestError, match="holds its weights as pickles in several files") as error:
+        load(copy, allow_pickle=allowed)
+    assert "--allow-pickle" not in str(error.value)
+
+
 def test_old_attention_names_of_vaes(copy: Path) -> None:
     path = copy / "vae" / "diffusion_pytorch_model.safetensors"
     saved = load_file(path)
@@ -143,6 +182,11 @@ def test_surplus_is_noted_and_missing_is_an_error(copy: Path) -> None:
     saved = load_file(copy / UNET)
     save_file(saved | {"surplus.weight": torch.ones(1), "a.position_ids": torch.ones(1)}, copy / UNET)
     assert load(copy).notes == ("tiny: unet: 1 tensor (surplus.weight) not used.",)
+    save_file(saved | {"down_blocks.0.resnets.2.norm1.bias": torch.ones(1)}, copy / UNET)
+    with pytest.raises(
+        RequestError, match=r"down_blocks\.0\.resnets\.2\.norm1\.bias\) found no place in the"
+    ):
+        load(copy)
     del saved["conv_in.weight"]
     save_file(saved, copy / UNET)
     with pytest.raises(RequestError, match=r"tiny: unet is incomplete: 1 tensor \(conv_in\.weight\)"):
@@ -186,6 +230,8 @@ def test_v_prediction_and_zero_terminal_snr(copy: Path) -> None:
         ("model_index.json", {"vae": ["diffusers", "AutoencoderTiny"]}, "vae of the class AutoencoderTiny"),
         ("model_index.json", {"unet": [None, None]}, "unet of the class none"),
         ("model_index.json", {"text_encoder": [None, None]}, "lacks a text encoder"),
+        ("model_index.json", {"text_encoder": ["transformers", "T5EncoderModel"]}, "class T5EncoderModel"),
+        ("unet/config.json", {"in_channels": "4"}, "'4' input channels"),
         ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "refiner, or lacks one"),
         ("unet/config.json", {"in_channels": 9}, "9 input channels"),
         ("unet/config.json", {"time_cond_proj_dim": 256}, "time_cond_proj_dim 256"),
@@ -216,6 +262,30 @@ def test_other_folders_are_named(copy: Path, file: str, values: dict[str, Any], 
         (lambda d: change(d / "unet/config.json", cross_attention_dim=48), "would fit"),
         (lambda d: change(d / "text_encoder/config.json", hidden_size=64), "would fit"),
         (lambda d: change(d / "text_encoder/config.json", hidden_act="nonsense"), "cannot be built"),
+        (
+            lambda d: change(d / "text_encoder/config.json", num_attention_heads=7),
+            "cannot be built from its description: .*7",
+        ),
+        (
+            lambda d: change(d / "text_encoder/config.json", num_hidden_layers=10**9),
+            "describes 1000000000 blocks",
+        ),
+        (
+            lambda d: change(d / "text_encoder/config.json", num_hidden_layers=0),
+            "gives num_hidden_layers as 0",
+        ),
+        (lambda d: change(d / "unet/config.json", layers_per_block=10**6), "describes 3000000 blocks"),
+        (lambda d: change(d / "unet/config.json", transformer_layers_per_block=10**9), "blocks, which its"),
+        (lambda d: change(d / "unet/config.json", attention_head_dim=-8), "gives attention_head_dim as -8"),
+        (lambda d: change(d / "unet/config.json", sample_size=10**9), "gives sample_size as 1000000000"),
+        (lambda d: change(d / "unet/config.json", layers_per_block=1), "would fit"),
+        (lambda d: change(d / "vae/config.json", scaling_factor="abc"), "gives scaling_factor as 'abc'"),
+        (lambda d: change(d / "vae/config.json", scaling_factor=float("nan")), "gives scaling_factor as nan"),
+        (lambda d: change(d / "vae/config.json", shift_factor="x"), "gives shift_factor as 'x'"),
+        (lambda d: change(d / "scheduler/scheduler_config.json", trained_betas=[]), "no usable betas"),
+        (lambda d: change(d / "scheduler/scheduler_config.json", trained_betas=[0.5] * 5000), "noise levels"),
+        (lambda d: _only_index(d, {}), "does not list the files"),
+        (lambda d: _only_index(d, {"a": "a" * 5000}), "which is not beside it"),
     ],
 )
 def test_damaged_folders_are_one_sentence(copy: Path, spoil: Any, sentence: str) -> None:
@@ -223,6 +293,47 @@ def test_damaged_folders_are_one_sentence(copy: Path, spoil: Any, sentence: str)
     with pytest.raises(RequestError, match=sentence) as error:
         load(copy)
     assert "\n" not in str(error.value)
+
+
+def _only_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / UNET).unlink()
+    write_json(folder / f"{UNET}.index.json", {"weight_map": weight_map})
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize(
+    "file",
+    ["unet/config.json", UNET, "model_index.json", "tokenizer/vocab.json", "scheduler/scheduler_config.json"],
+)
+def test_pipes_are_not_waited_for(copy: Path, file: str) -> None:
+    (copy / file).unlink()
+    os.mkfifo(copy / file)
+    with pytest.raises(RequestError):
+        load(copy)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_what_is_not_needed_may_be_a_pipe(copy: Path) -> None:
+    (copy / "tokenizer" / "tokenizer_config.json").unlink()
+    os.mkfifo(copy / "tokenizer" / "tokenizer_config.json")
+    assert load(copy).tokenizers[0].pad == 49407
+
+
+def test_a_text_encoder_may_be_shorter_than_its_weights(copy: Path) -> None:
+    change(copy / "text_encoder" / "config.json", num_hidden_layers=2)
+    model = load(copy)
+    assert model.text_encoders[0].config.num_hidden_layers == 2 and "not used" in model.notes[0]
+
+
+def test_strange_settings_of_a_text_encoder_are_not_passed_on(copy: Path) -> None:
+    change(copy / "text_encoder" / "config.json", num_labels=10**9, return_dict=False)
+    ids = torch.tensor([[49406, 320, 49407]])
+    assert load(copy).text_encoders[0](ids).last_hidden_state.shape == (1, 3, 32)
+
+
+def test_a_size_by_its_sides(copy: Path) -> None:
+    change(copy / "unet" / "config.json", sample_size=[16, 24])
+    assert (load(copy).defaults.width, load(copy).defaults.height) == (192, 128)
 
 
 def test_plain_files_come_before_half_ones(copy: Path) -> None:

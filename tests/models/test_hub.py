@@ -8,7 +8,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from clearway.errors import RequestError, UnavailableError
 from clearway.models import hub
@@ -55,6 +55,18 @@ def test_sharded_and_pickled_repositories() -> None:
     assert set(found) == {"model_index.json", index, shard, "vae/diffusion_pytorch_model.bin"}
 
 
+def test_shards_of_half_precision_belong_to_it() -> None:
+    names = [
+        "model_index.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "unet/diffusion_pytorch_model.safetensors.index.fp16.json",
+        "unet/diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+        "unet/diffusion_pytorch_model.fp16-00002-of-00002.safetensors",
+    ]
+    assert hub.needed(names, True) == [names[0], *names[2:]]
+    assert hub.needed(names, False) == names[:2]
+
+
 def online(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
@@ -98,6 +110,7 @@ def test_offline_what_was_downloaded_before_is_taken(monkeypatch: pytest.MonkeyP
     ("error", "sentence"),
     [
         (LocalEntryNotFoundError("x\ny"), "a/b is not among the downloaded models"),
+        (OfflineModeIsEnabled("please unset HF_HUB_OFFLINE"), "a/b was not looked for on the hub"),
         (ConnectionError("no route\nto host"), "a/b could not be fetched from the hub: no route"),
         (OSError(28, "No space left on device"), "No space left"),
     ],
@@ -123,3 +136,21 @@ def test_local_files_only_really_asks_nobody(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UnavailableError, match="is not among the downloaded models"):
         hub.download("nobody/nothing-here", half=False, local_files_only=True)
+
+
+def test_offline_mode_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def offline(*_: Any, **__: Any) -> Any:
+        raise OfflineModeIsEnabled("Cannot reach it. To disable it, unset the `HF_HUB_OFFLINE` variable")
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise LocalEntryNotFoundError("x")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+    with pytest.raises(
+        UnavailableError, match=r"a/b is not among the downloaded models \(nor a path"
+    ) as error:
+        hub.download("a/b", half=False, local_files_only=False)
+    assert "HF_HUB_OFFLINE" not in str(error.value)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert "HF_HUB_OFFLINE" not in str(hub.download("a/b", half=False, local_files_only=False)[1])

@@ -10,7 +10,7 @@ import torch
 
 from builders import open_clip
 from clearway.models.keys import Layout, below
-from clearway.models.keys_text import canonical, clip_layout, open_clip_layout
+from clearway.models.keys_text import _third, _transposed, canonical, clip_layout, open_clip_layout
 
 
 def under(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def test_clip(tensors: dict[str, dict[str, Any]]) -> None:
     found = clip_layout(shapes(held), {})
     assert found.config["hidden_size"] == 32 and found.config["num_hidden_layers"] == 3
     assert found.config["hidden_act"] == "quick_gelu" and found.config["num_attention_heads"] == 1
+    assert all(found.original(target) == source.key for target, source in found.sources.items())
     theirs = convert_ldm_clip_checkpoint(dict(tensors["sd1"]))
     ours = turned(found, held)
     assert set(ours) == set(theirs)
@@ -52,6 +53,7 @@ def test_old_clip_names_and_position_ids(tensors: dict[str, dict[str, Any]]) -> 
     found = clip_layout(old, {})
     assert found.config == clip_layout(new, {}).config
     assert set(found.sources) == set(clip_layout(new, {}).sources)
+    assert all(found.original(target) == source.key for target, source in found.sources.items())
 
 
 def test_open_clip(tensors: dict[str, dict[str, Any]]) -> None:
@@ -61,6 +63,7 @@ def test_open_clip(tensors: dict[str, dict[str, Any]]) -> None:
     held = under(tensors["sdxl"], prefix)
     found = open_clip_layout(shapes(held), {}, projected=True, last_layer=True)
     assert found.config["hidden_act"] == "gelu" and found.config["projection_dim"] == 48
+    assert all(found.original(target) == source.key for target, source in found.sources.items())
     ours = turned(found, held)
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
     theirs = convert_open_clip_checkpoint(model, dict(tensors["sdxl"]), prefix=prefix)
@@ -109,3 +112,33 @@ def test_overrides_and_what_is_missing(tensors: dict[str, dict[str, Any]]) -> No
         open_clip_layout(
             shapes(under(tensors["sd2"], "cond_stage_model.model.")), {}, projected=True, last_layer=True
         )
+
+
+@pytest.mark.parametrize("gone", ["transformer.resblocks.2.ln_1.weight", "transformer.resblocks.1.attn."])
+def test_a_layer_that_lacks_a_tensor_is_still_a_layer(tensors: dict[str, dict[str, Any]], gone: str) -> None:
+    held = shapes(under(tensors["sdxl"], "conditioner.embedders.1.model."))
+    held = {key: shape for key, shape in held.items() if not key.startswith(gone)}
+    found = open_clip_layout(held, {}, projected=True, last_layer=True)
+    assert found.config["num_hidden_layers"] == 3
+
+
+def test_what_is_missing_is_named_as_the_file_would_name_it(tensors: dict[str, dict[str, Any]]) -> None:
+    held = shapes(under(tensors["sdxl"], "conditioner.embedders.1.model."))
+    for name in ("positional_embedding", "token_embedding.weight", "transformer.resblocks.0.mlp.c_fc.weight"):
+        with pytest.raises(KeyError) as error:
+            open_clip_layout(
+                {k: s for k, s in held.items() if k != name}, {}, projected=True, last_layer=True
+            )
+        assert error.value.args == (name,)
+        with pytest.raises(IndexError) as misshapen:
+            open_clip_layout(held | {name: ()}, {}, projected=True, last_layer=True)
+        assert misshapen.value.args == (name,)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 4), (0,), (6, 4)])
+def test_thirds_of_any_shape(shape: tuple[int, ...]) -> None:
+    held = torch.zeros(shape)
+    thirds = [_third(number)(held) for number in range(3)]
+    whole = shape and shape[0] % 3 == 0
+    assert all(third.shape == ((shape[0] // 3, *shape[1:]) if whole else shape) for third in thirds)
+    assert _transposed(torch.zeros(2, 3, 4)).shape == (2, 3, 4)

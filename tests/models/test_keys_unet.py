@@ -82,6 +82,8 @@ def test_tensors_are_those_of_diffusers_converter(
     held = below({key: tuple(value.shape) for key, value in tensors[name].items()}, "model.diffusion_model.")
     ours = layout(held, family, pooled, {}).sources
     assert set(ours) == set(theirs)
+    original = layout(held, family, pooled, {}).original
+    assert all(original(target) == source.key for target, source in ours.items())
     for target, source in ours.items():
         assert source.turn is None
         assert torch.equal(tensors[name][f"model.diffusion_model.{source.key}"], theirs[target]), target
@@ -99,7 +101,10 @@ def test_overrides_win(tensors: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda s: s.pop("middle_block.1.transformer_blocks.0.norm1.weight"), KeyError),
+        (lambda s: [s.pop(key) for key in list(s) if key.startswith("middle_block.1.")], KeyError),
+        (lambda s: [s.pop(key) for key in list(s) if "input_blocks.2.1.transformer" in key], KeyError),
+        (lambda s: [s.pop(key) for key in list(s) if key.startswith("input_blocks.8.")], ValueError),
+        (lambda s: s.update({"input_blocks.9.0.op.bias": (64,)}), ValueError),
         (lambda s: s.pop("out.2.weight"), KeyError),
         (lambda s: [s.pop(key) for key in list(s) if key.startswith("input_blocks.1.")], KeyError),
         (lambda s: s.update({"input_blocks.2.0.in_layers.2.weight": (48, 32, 3, 3)}), ValueError),
@@ -113,6 +118,16 @@ def test_other_structures_are_refused(tensors: dict[str, dict[str, Any]], change
     change(shapes)
     with pytest.raises(error):
         layout(shapes, SD1, None, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["input_blocks.2.1.transformer_blocks.0.norm1.weight", "input_blocks.3.0.op.weight"]
+)
+def test_a_block_that_lacks_a_tensor_is_still_a_block(tensors: dict[str, dict[str, Any]], name: str) -> None:
+    shapes = shapes_of(tensors["sd1"])
+    whole = layout(shapes, SD1, None, {})
+    del shapes[name]
+    assert layout(shapes, SD1, None, {}).config == whole.config
 
 
 def test_sdxl_sizes_must_fit_the_label_embedding(tensors: dict[str, dict[str, Any]]) -> None:

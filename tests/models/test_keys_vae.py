@@ -10,7 +10,7 @@ import torch
 
 from builders import original_vae
 from clearway.models.keys import below
-from clearway.models.keys_vae import folder_source, layout
+from clearway.models.keys_vae import folder_source, layout, optional
 
 REAL = {
     "block_out_channels": (128, 256, 512, 512),
@@ -50,6 +50,8 @@ def test_tensors_are_those_of_diffusers_converter(
     held = below({key: tuple(value.shape) for key, value in tensors[name].items()}, "first_stage_model.")
     ours = layout(held, 0.18215, {}).sources
     assert set(ours) == set(theirs)
+    original = layout(held, 0.18215, {}).original
+    assert all(original(target) == source.key for target, source in ours.items())
     for target, source in ours.items():
         value = tensors[name][f"first_stage_model.{source.key}"]
         assert torch.equal(source.turn(value) if source.turn else value, theirs[target]), target
@@ -60,6 +62,23 @@ def test_a_decoder_alone_has_the_whole_shape(tensors: dict[str, dict[str, Any]])
     whole = layout(held, 0.18215, {}).config
     half = {key: value for key, value in held.items() if not key.startswith(("encoder.", "quant_conv."))}
     assert layout(half, 0.18215, {}).config == whole
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["post_quant_conv.weight", "quant_conv.", "encoder.down.0.block.0.conv1.weight", "encoder.down.3."],
+)
+def test_the_structure_does_not_hang_on_what_is_missing(
+    tensors: dict[str, dict[str, Any]], gone: str
+) -> None:
+    held = below({key: tuple(value.shape) for key, value in tensors["sd1"].items()}, "first_stage_model.")
+    whole = layout(held, 0.18215, {}).config
+    assert layout({k: s for k, s in held.items() if not k.startswith(gone)}, 0.18215, {}).config == whole
+
+
+def test_only_a_whole_encoder_may_be_left_out() -> None:
+    assert optional(["decoder.conv_in.weight"]) == ("encoder.", "quant_conv.")
+    assert optional(["encoder.conv_in.weight"]) == ()
 
 
 def test_what_is_missing_is_named() -> None:

@@ -81,6 +81,32 @@ def test_names_that_are_none_or_several(place: Path) -> None:
         find("style")
 
 
+def test_names_that_are_no_text(folders: dict[str, Path], place: Path) -> None:
+    strange = [os.fsdecode(b"latin-\xe9"), "line\nend"]
+    try:
+        for name in strange:
+            shutil.copytree(folders["sd1"], place / name)
+    except OSError:
+        pytest.skip("this file system has only names that are text")
+    names = {entry.name for entry in available()}
+    assert {r"latin-\udce9", r"line\nend"} <= names and all(name.isprintable() for name in names)
+    assert find(strange[0]) == find(r"latin-\udce9") == place / strange[0]
+
+
+def test_problems_are_escaped(place: Path) -> None:
+    save_original({"\x1b[31m": torch.ones(1)}, place / "z.safetensors")
+    problem = available()[-1].problem
+    assert problem is not None and r"\x1b[31m" in problem and problem.isprintable()
+
+
+def test_homes_that_are_not_known(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARWAY_MODELS", os.pathsep.join(["~nosuchuser", str(place)]))
+    assert find("tiny") == place / "tiny"
+    with pytest.raises(RequestError, match="there is no folder '~nosuchuser/x'"):
+        available(["~nosuchuser/x"])
+    assert "there is no folder '~nosuchuser'" in str(not_found("~nosuchuser/x"))
+
+
 def test_case_matters_between_two(place: Path) -> None:
     shutil.copy(place / "style.safetensors", place / "STYLE.safetensors")
     if not (place / "style.safetensors").samefile(place / "STYLE.safetensors"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
@@ -81,6 +84,44 @@ def test_wrong_dtypes_and_devices_are_said_before_anything_is_read(files: dict[s
         load(files["sd1"], device="cpu", precision=Precision(unet="float8"))
     with pytest.raises(RequestError, match="device 'tpu'"):
         load(files["sd1"], device="tpu")
+
+
+def test_dtypes_may_be_said_shortly(files: dict[str, Path]) -> None:
+    short = Precision(unet="fp16", text_encoder="bf16", vae="fp32", sampling="fp16")
+    model = load(files["sd1"], device="cpu", precision=short)
+    assert model.precision == Precision("float16", "bfloat16", "float32", "float16")
+    assert model.unet.dtype == torch.float16 and model.text_encoders[0].dtype == torch.bfloat16
+    with pytest.raises(RequestError, match="dtype 'x'"):
+        load(files["sd1"], device="cpu", precision=Precision(sampling="x"))
+
+
+def test_folders_have_names_even_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "empty" / "inner"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    for source, name in ((".", "inner"), ("..", "empty"), ("../inner", "inner"), ("/", "/")):
+        with pytest.raises(RequestError, match=f"^{name} is a folder without model_index"):
+            load(source, device="cpu")
+
+
+def test_a_home_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    monkeypatch.setenv("CLEARWAY_MODELS", os.pathsep.join(["/a", "~zz"]))
+    with pytest.raises(RequestError, match="model '~nouser/x': there is no folder '~nouser'"):
+        load("~nouser/x", device="cpu")
+
+
+def test_errors_and_names_are_escaped(folders: dict[str, Path], tmp_path: Path) -> None:
+    place = shutil.copytree(folders["sd1"], tmp_path / "a\x1b[31m\n")
+    assert load(place, device="cpu").name == r"a\x1b[31m\n"
+    (place / "unet" / "config.json").unlink()
+    (place / "unet" / "config.json").write_text('{"in_channels": "\\u001b\\ud800"}')
+    with pytest.raises(RequestError) as error:
+        load(place, device="cpu")
+    assert str(error.value).isprintable() and str(error.value).startswith(r"a\x1b[31m\n has a UNet")
 
 
 def test_importing_the_room_is_light() -> None:

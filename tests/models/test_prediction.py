@@ -84,6 +84,31 @@ def test_other_betas_of_a_yaml_are_taken(tmp_path: Path) -> None:
     assert torch.equal(found.sigmas(), scaled_linear(0.00085, 0.02))
 
 
+@pytest.mark.parametrize("value", ["1.5", "abc", "[1]", "0.0"])
+def test_betas_of_a_yaml_that_are_none_are_noted(tmp_path: Path, value: str) -> None:
+    found, notes = find(tmp_path, yaml=LDM.format("v").replace("0.0120", value))
+    assert found == Training() and "linear_end" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(beta_start=0.9, beta_end=0.1),  # the product of alphas vanishes: infinite
+        Training(trained_betas=(0.5,) * 5000),
+        Training(trained_betas=()),
+        Training(trained_betas=(0.5,)),
+        Training(trained_betas=(1e-300, 1e-300)),  # noise levels of 0
+        Training(timesteps=1),
+        Training(trained_betas=(float("nan"), 0.5)),
+    ],
+)
+def test_noise_levels_must_ascend_and_be_finite(training: Training) -> None:
+    with pytest.raises(RequestError, match=r"m: its betas .* give no noise levels that are finite") as error:
+        training.sound_sigmas("m")
+    assert len(str(error.value)) < 200
+    assert torch.equal(Training().sound_sigmas("m"), Training().sigmas())
+
+
 def test_a_scheduler_config() -> None:
     config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
     assert from_scheduler(config, "m") == Training()
@@ -108,6 +133,9 @@ def test_a_scheduler_config() -> None:
         ({"num_train_timesteps": 10**9}, "no usable betas"),
         ({"trained_betas": [0.1, 2.0]}, "no usable betas"),
         ({"trained_betas": 3}, "no usable betas"),
+        ({"trained_betas": []}, "no usable betas"),
+        ({"trained_betas": [0.1]}, "no usable betas"),
+        ({"num_train_timesteps": float("inf")}, "no usable betas"),
     ],
 )
 def test_a_scheduler_config_that_cannot_be_used(config: dict, sentence: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from builders import save_original
 from clearway.device import Device
 from clearway.errors import RequestError
-from clearway.models import load
+from clearway.models import build, load, single_file
 from clearway.models.model import Model
 from clearway.models.single_file import HARMLESS, load_file
+from clearway.models.weights import Weights
 from clearway.types import Precision
 
 
@@ -109,7 +112,8 @@ def test_markers(tensors: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     marked = tensors["sdxl"] | {"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])}
     model = read(save_original(marked, tmp_path / "x.safetensors"))
     assert model.prediction == "v_prediction" and model.zero_terminal_snr
-    assert model.sigmas[-1] > 4000 and "v_pred" not in str(model.notes)
+    assert model.sigmas[-1] > 4000
+    assert model.notes == read(save_original(tensors["sdxl"], tmp_path / "x.safetensors")).notes
 
 
 def test_a_yaml_beside_it(files: dict[str, Path], tmp_path: Path) -> None:
@@ -152,12 +156,43 @@ def test_old_clip_names(tensors: dict[str, dict[str, Any]], tmp_path: Path) -> N
 def test_surplus_is_noted(tensors: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     one = torch.ones(1)
     more = {"model_ema.decay": one, "betas": one, "first_stage_model.loss.logvar": one}
-    more |= {"extra.a": one, "model.diffusion_model.input_blocks.99.0.bias": one}
+    more |= {"extra.a": one, "model.diffusion_model.extra.bias": one}
     model = read(save_original(tensors["sd1"] | more, tmp_path / "x.safetensors"))
     assert model.notes == (
-        "x.safetensors: 2 tensors (extra.a, model.diffusion_model.input_blocks.99.0.bias) not used.",
+        "x.safetensors: 2 tensors (extra.a, model.diffusion_model.extra.bias) not used.",
         "x.safetensors: 3 tensors left over from training ignored.",
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.diffusion_model.input_blocks.1.0.extra.weight",
+        "model.diffusion_model.output_blocks.2.1.transformer_blocks.7.norm1.weight",
+        "first_stage_model.encoder.down.0.block.7.conv1.weight",
+        "first_stage_model.decoder.up.0.attn.0.q.weight",
+        "cond_stage_model.transformer.text_model.encoder.layers.0.extra.weight",
+        "cond_stage_model.transformer.text_model.encoder.layers.007.layer_norm1.weight",
+    ],
+)
+def test_surplus_in_a_block_means_another_network(
+    tensors: dict[str, dict[str, Any]], tmp_path: Path, key: str
+) -> None:
+    path = save_original(tensors["sd1"] | {key: torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(
+        RequestError, match=r"x\.safetensors: 1 tensor .* found no place in the network"
+    ) as error:
+        read(path)
+    assert key in str(error.value)
+
+
+def test_names_and_titles_are_escaped(tensors: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    said = {"defaults": {"title": "red\x1b[31m\ud800", "a\x1bb": 1}}
+    path = tmp_path / "x.safetensors"
+    save_original(tensors["sd1"] | {"b\x1b[31m\n": torch.ones(1)}, path, {"clearway": json.dumps(said)})
+    model = read(path)
+    assert model.title == r"red\x1b[31m\ud800" and all(note.isprintable() for note in model.notes)
+    assert r"b\x1b[31m\n" in str(model.notes[1])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +207,10 @@ def test_harmless(key: str) -> None:
 @pytest.mark.parametrize(
     ("gone", "sentence"),
     [
-        ("model.diffusion_model.out.0.weight", r"the UNet is incomplete: 1 tensor \(conv_norm_out\.weight\)"),
+        (
+            "model.diffusion_model.out.0.weight",
+            r"incomplete: 1 tensor \(model\.diffusion_model\.out\.0\.weight",
+        ),
         ("model.diffusion_model.out.2.weight", r"the UNet is incomplete: model\.diffusion_model\.out\.2"),
         ("model.diffusion_model.time_embed.0.weight", "the UNet is incomplete"),
         ("model.diffusion_model.output_blocks.0.0.in_layers.0.weight", "the UNet is incomplete"),
@@ -206,6 +244,8 @@ def test_missing_tensors(
         ("model.diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight", (64,)),
         ("first_stage_model.decoder.conv_out.weight", ()),
         ("first_stage_model.encoder.mid.attn_1.q.weight", (64, 63, 1, 1)),
+        ("first_stage_model.decoder.mid.attn_1.q.weight", ()),
+        ("model.diffusion_model.input_blocks.1.0.in_layers.2.weight", ()),
         ("cond_stage_model.transformer.text_model.embeddings.token_embedding.weight", (49408,)),
     ],
 )
@@ -216,6 +256,38 @@ def test_tensors_of_other_shapes(
     with pytest.raises(RequestError) as error:
         read(save_original(held, tmp_path / "x.safetensors"))
     assert "x.safetensors" in str(error.value) and "\n" not in str(error.value)
+    assert key in str(error.value) or "would fit" in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 64), (3, 3, 3)])
+@pytest.mark.parametrize("rest", ["transformer.resblocks.0.attn.in_proj_weight", "text_projection"])
+def test_tensors_that_cannot_be_turned(
+    tensors: dict[str, dict[str, Any]], tmp_path: Path, rest: str, shape: tuple[int, ...]
+) -> None:
+    key = f"conditioner.embedders.1.model.{rest}"
+    with pytest.raises(RequestError) as error:
+        read(save_original(tensors["sdxl"] | {key: torch.zeros(shape)}, tmp_path / "x.safetensors"))
+    assert key in str(error.value) and "\n" not in str(error.value)
+
+
+def test_noise_levels_that_cannot_be_used(files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").symlink_to(files["sd1"])
+    (tmp_path / "x.yaml").write_text("model: {params: {linear_start: 0.9, linear_end: 0.1}}")
+    with pytest.raises(RequestError, match=r"x\.safetensors: its betas \(scaled_linear from 0\.9 to 0\.1 in"):
+        read(tmp_path / "x.safetensors")
+
+
+def test_parts_that_do_not_fit_each_other(tensors: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    text = "cond_stage_model.transformer."
+    wide = {
+        key: torch.zeros([48 if side == 32 else side for side in value.shape])
+        for key, value in tensors["sd1"].items()
+        if key.startswith(text)
+    }
+    with pytest.raises(
+        RequestError, match="x: its text encoder gives 48 values a token, and its UNet reads 32"
+    ):
+        read(save_original(tensors["sd1"] | wide, tmp_path / "x.safetensors"))
 
 
 def test_another_kind_of_file_is_named(tmp_path: Path) -> None:
@@ -230,3 +302,87 @@ def test_pickle_checkpoints(tensors: dict[str, dict[str, Any]], tmp_path: Path) 
     with pytest.raises(RequestError, match="is a pickle checkpoint"):
         read(path)
     same(read(path, allow_pickle=True).unet, read(path, allow_pickle=True).unet)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any], set[str]], Model]:
+    """Loads tensors but for some names, fast enough for a thousand times: names only, modules built once."""
+    built: dict[str, Any] = {}
+
+    def once(make: Callable[..., Any]) -> Callable[..., Any]:
+        def found(*arguments: Any) -> Any:
+            key = repr(arguments[:-1])  # the last says how it is called in errors
+            if key not in built:
+                built[key] = make(*arguments)
+            return built[key]
+
+        return found
+
+    def names_alone(
+        module: Any,
+        sources: Any,
+        weights: Weights,
+        *,
+        what: str,
+        optional: Any = (),
+        original: Any = str,
+        **_: Any,
+    ) -> tuple[str, ...]:
+        missing = build._matched(module, sources, what, optional, original)[2]
+        return tuple(f"{what} lacks {original(name)}" for name in missing)
+
+    monkeypatch.setattr(single_file, "diffusers_module", once(build.diffusers_module))
+    monkeypatch.setattr(single_file, "text_module", once(build.text_module))
+    monkeypatch.setattr(single_file, "fill", names_alone)
+
+    def load_without(tensors: dict[str, Any], gone: set[str]) -> Model:
+        held = {key: tuple(value.shape) for key, value in tensors.items() if key not in gone}
+        weights = Weights(held, lambda name: tensors[name])
+        monkeypatch.setattr(single_file, "open_weights", lambda *_, **__: weights)
+        return read(Path("x.safetensors"))
+
+    return load_without
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_every_tensor_that_is_missing_is_named(
+    tensors: dict[str, dict[str, Any]], without: Callable[..., Model], family: str
+) -> None:
+    whole = tensors[family]
+    without(whole, {"conditioner.embedders.1.model.logit_scale"})  # the one that nothing needs
+    for key in whole:
+        if not key.endswith("logit_scale"):
+            with pytest.raises(RequestError) as error:
+                without(whole, {key})
+            assert key in str(error.value), (key, str(error.value))
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_every_block_that_is_missing_is_found_out(
+    tensors: dict[str, dict[str, Any]], without: Callable[..., Model], family: str
+) -> None:
+    whole = tensors[family]
+    blocks = {
+        key[: found.end()]
+        for key in whole
+        if key.startswith(("model.", "first_stage_model."))
+        for found in re.finditer(r"\.[0-9]+\.", key)
+    }
+    assert len(blocks) > 100
+    for block in blocks:
+        with pytest.raises(RequestError):
+            without(whole, {key for key in whole if key.startswith(block)})
+
+
+def test_only_the_whole_encoder_may_be_left_out(
+    tensors: dict[str, dict[str, Any]], without: Callable[..., Model]
+) -> None:
+    whole = tensors["sd1"]
+    encoder = {key for key in whole if key.startswith("first_stage_model.encoder.")}
+    quant = {key for key in whole if key.startswith("first_stage_model.quant_conv.")}
+    for gone in (encoder, encoder | quant):
+        noted = {note.rpartition(" ")[2] for note in without(whole, gone).notes}
+        assert noted == gone
+    for gone in (quant, {key for key in whole if "post_quant_conv" in key}, encoder - {max(encoder)}):
+        with pytest.raises(RequestError, match="the VAE is incomplete"):
+            without(whole, gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_special_ids() -> None:
     assert (found.bos, found.eos, found.pad, found.comma) == (49406, 49407, 49407, 267)
     assert found.encode(",") == [267]
     assert load(VOCABULARY, 0).pad == 0
+    assert found.size == 49408
+
+
+def test_a_vocabulary_with_gaps_counts_to_its_highest_id(tmp_path: Path) -> None:
+    ids = json.loads((VOCABULARY / "vocab.json").read_text(encoding="utf-8"))
+    ids["zzz</w>"] = 60_000
+    write_json(tmp_path / "vocab.json", ids)
+    shutil.copy(VOCABULARY / "merges.txt", tmp_path / "merges.txt")
+    assert load(tmp_path).size == 60_001
 
 
 def test_what_is_no_text_does_not_break_it() -> None:

@@ -32,7 +32,10 @@ class Vae(torch.nn.Module):
 
 def model(vae_module: Vae):
     return SimpleNamespace(
-        vae=vae_module, latent_scale=0.5, latent_shift=0.25, precision=SimpleNamespace(unet="float16", sampling="float32")
+        vae=vae_module,
+        latent_scale=0.5,
+        latent_shift=0.25,
+        precision=SimpleNamespace(unet="float16", sampling="float32"),
     )
 
 
@@ -62,7 +65,7 @@ def test_nan_in_float32_is_a_sentence(dtype: torch.dtype) -> None:
 
 def test_nan_latents_name_the_dtype_that_may_be_at_fault() -> None:
     broken = model(Vae(torch.float32))
-    with pytest.raises(UnavailableError, match="UNet in float16.*dtype float32"):
+    with pytest.raises(UnavailableError, match=r"UNet in float16.*dtype float32"):
         vae.decode(broken, LATENTS * float("inf"))
     broken.precision.unet = "float32"
     with pytest.raises(UnavailableError, match="smaller eta"):

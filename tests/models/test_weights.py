@@ -76,15 +76,23 @@ def test_shards_are_one_collection(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"weight_map": {"a": "../a.safetensors"}}', '{"weight_map": {"a": "no.safetensors"}}'],
-)
+    [
+        "", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "[" * 100_000,
+        '{"weight_map": {"a": ""}}', '{"weight_map": {"a": "../a.safetensors"}}',
+        '{"weight_map": {"a": ".."}}',
+        '{"weight_map": {"a": "no.safetensors"}}', '{"weight_map": {"a": "x\\u0000y"}}',
+        '{"weight_map": {"a": "%s"}}' % ("a" * 5000),
+    ],
+    ids=range(13),
+)  # fmt: skip
 def test_an_index_that_lies(tmp_path: Path, text: str) -> None:
     index = tmp_path / "inner" / "m.safetensors.index.json"
     index.parent.mkdir()
     save_original(TENSORS, tmp_path / "a.safetensors")
     index.write_text(text)
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError) as error:
         shards(index)
+    assert len(str(error.value)) < 300 and str(error.value).isprintable()
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -134,6 +142,16 @@ def test_pickles_without_tensors(tmp_path: Path, held: object) -> None:
     torch.save(held, tmp_path / "x.pth")
     with pytest.raises(RequestError, match="holds no"):
         open_weights(tmp_path / "x.pth", allow_pickle=True)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_tensors_that_are_no_plain_ones(tmp_path: Path, kind: str) -> None:
+    held = torch.empty(2, 2, device="meta") if kind == "meta" else torch.ones(2, 2).to_sparse()
+    torch.save(TENSORS | {"c": held}, tmp_path / "x.pt")
+    with open_weights(tmp_path / "x.pt", allow_pickle=True) as weights:
+        assert torch.equal(weights.read("a"), TENSORS["a"])
+        with pytest.raises(RequestError, match=r"x\.pt: c is no plain tensor"):
+            weights.read("c")
 
 
 def test_a_pickle_by_another_name_is_not_opened(tmp_path: Path) -> None:

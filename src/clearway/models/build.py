@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clearway.device import Device, dtype, is_out_of_memory, release_memory
-from clearway.errors import RequestError, UnavailableError, one_line
+from clearway.errors import RequestError, UnavailableError
+from clearway.models.escape import shown
 from clearway.models.keys import Source
 from clearway.models.weights import Weights
 
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
     import torch
 
 FEW = 3
+TEXT_SETTINGS = (  # what makes a CLIP text encoder; the rest of its config.json is not for strangers to say
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "projection_dim",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +81,7 @@ def diffusers_module(cls: Any, config: Mapping[str, Any], what: str) -> torch.nn
 
 def text_module(config: Mapping[str, Any], projected: bool, what: str) -> torch.nn.Module:
     """An empty (meta) CLIP text encoder."""
-    drop = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
-    plain = {key: value for key, value in config.items() if key not in drop}
+    plain = {key: config[key] for key in TEXT_SETTINGS if key in config}
     known = classes()
     return _empty(
         lambda: (known.text_projected if projected else known.text)(known.text_config(**plain)), what
@@ -81,7 +95,8 @@ def _empty(make: Any, what: str) -> torch.nn.Module:
         with torch.device("meta"):
             module: torch.nn.Module = make()
     except Exception as error:  # a foreign constructor's complaint about values that come from a file
-        raise RequestError(f"{what} cannot be built from its description: {one_line(error)[:200]}") from error
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        raise RequestError(f"{what} cannot be built from its description: {sentence[:200]}") from error
     return module
 
 
@@ -94,26 +109,18 @@ def fill(
     dtype_name: str,
     what: str,
     optional: tuple[str, ...] = (),
+    original: Callable[[str], str] = str,
 ) -> tuple[str, ...]:
     """Gives `module` its tensors, converted to the dtype and moved to the device; returns notes.
 
     `sources` are by published names. Missing tensors are a RequestError, but for those whose names begin with
-    one of `optional`: they become zeros, with a note. A shape that does not fit is a RequestError, memory
-    that runs out an UnavailableError. The module ends in eval mode and without gradients.
+    one of `optional`: they become zeros, with a note. `original` gives the file's names for them. A shape
+    that does not fit is a RequestError, memory that runs out an UnavailableError. The module ends in eval
+    mode and without gradients.
     """
     import torch
 
-    wanted = dict(module.state_dict(keep_vars=True))
-    plain = not any(name.startswith("text_model.") for name in wanted)
-    aligned = {
-        (name.removeprefix("text_model.") if plain else name): source for name, source in sources.items()
-    }
-    missing = [name for name in wanted if name not in aligned]
-    fatal = [name for name in missing if not name.startswith(optional or ("\0",))]
-    if fatal:
-        raise RequestError(
-            f"{what} is incomplete: {listed(fatal)} {'is' if len(fatal) == 1 else 'are'} missing"
-        )
+    wanted, aligned, missing = _matched(module, sources, what, optional, original)
     target = dtype(dtype_name)
     filled: dict[str, torch.Tensor] = {}
     with guard(what, device):
@@ -125,12 +132,13 @@ def fill(
             value = weights.read(source.key)
             if not value.is_floating_point():
                 raise RequestError(
-                    f"{what}: {source.key} holds {value.dtype} numbers; quantized files are not supported"
+                    f"{what}: {shown(source.key)} holds {value.dtype} numbers; quantized files are not "
+                    "supported"
                 )
             value = source.turn(value) if source.turn else value
             if value.shape != wanted[name].shape:
                 raise RequestError(
-                    f"{what}: {source.key} has the shape {tuple(value.shape)}, and "
+                    f"{what}: {shown(source.key)} has the shape {tuple(value.shape)}, and "
                     f"{tuple(wanted[name].shape)} would fit"
                 )
             filled[name] = (
@@ -143,7 +151,30 @@ def fill(
     module.eval().requires_grad_(False)
     if not missing:
         return ()
-    return (f"{what} lacks {listed(missing)}; zeros stand for them, so pictures cannot be encoded with it.",)
+    names = listed([original(name) for name in missing])
+    return (f"{what} lacks {names}; zeros stand for them, so pictures cannot be encoded with it.",)
+
+
+def _matched(
+    module: torch.nn.Module,
+    sources: Mapping[str, Source],
+    what: str,
+    optional: tuple[str, ...],
+    original: Callable[[str], str],
+) -> tuple[dict[str, torch.Tensor], dict[str, Source], list[str]]:
+    """The module's tensors, the sources by their names, and the optional ones that are missing."""
+    wanted = dict(module.state_dict(keep_vars=True))
+    plain = not any(name.startswith("text_model.") for name in wanted)
+    aligned = {
+        (name.removeprefix("text_model.") if plain else name): source for name, source in sources.items()
+    }
+    missing = [name for name in wanted if name not in aligned]
+    fatal = {original(name) for name in missing if not name.startswith(optional or ("\0",))}
+    if fatal:
+        raise RequestError(
+            f"{what} is incomplete: {listed(fatal)} {'is' if len(fatal) == 1 else 'are'} missing"
+        )
+    return wanted, aligned, missing
 
 
 def _buffers(module: torch.nn.Module, device: Device) -> None:
@@ -177,5 +208,5 @@ def guard(what: str, device: Device) -> Iterator[None]:
 
 def listed(names: Collection[str]) -> str:
     """ "3 tensors (a, b, c)" with the first few names."""
-    few = ", ".join(sorted(names)[:FEW])
+    few = ", ".join(shown(name) for name in sorted(names)[:FEW])
     return f"{len(names)} tensor{'s' * (len(names) != 1)} ({few}{', …' if len(names) > FEW else ''})"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clearway.errors import RequestError, one_line
+from clearway.models import settings
+from clearway.models.escape import shown
 from clearway.types import Defaults
 
 FILE = "clearway.json"
+MAX_BYTES = 10_000_000  # the index of a thousand shards is smaller
 LIMITS = {"width": (8, 16384), "height": (8, 16384), "steps": (1, 1000)}
 OVERRIDES = {  # what a single file's metadata may say about its parts, because keys and shapes do not
     "unet": ("attention_head_dim", "num_attention_heads", "norm_num_groups", "norm_eps"),
@@ -30,10 +34,13 @@ def read_card(folder: Path) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model; RequestError, naming folder and file, where there is none."""
     where = f"{path.parent.name}/{path.name}"
+    if not os.path.isfile(path):  # a pipe would be waited for without end
+        there = os.path.lexists(path)
+        raise RequestError(f"{where} is {'not a file that can be read' if there else 'missing'}")
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RequestError(f"{where} is larger than {MAX_BYTES // 10**6} MB and was not read")
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RequestError(f"{where} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{where} cannot be read: {one_line(error)}") from error
     if not isinstance(found, dict):
@@ -42,7 +49,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def apply(card: Mapping[str, Any], defaults: Defaults, where: str) -> tuple[Defaults, tuple[str, ...]]:
-    """The defaults with what the card says put in, and notes; RequestError for an unusable value."""
+    """The defaults with what the card says put in, and notes; RequestError for an unusable value.
+
+    A sampler without a schedule takes its own and not the family's.
+    """
     changes: dict[str, Any] = {}
     for key, value in card.items():
         if key in LIMITS:
@@ -58,8 +68,11 @@ def apply(card: Mapping[str, Any], defaults: Defaults, where: str) -> tuple[Defa
         if not sound:
             raise RequestError(f"{where} gives {key} as {value!r:.60}, which cannot be used")
         changes[key] = value
+    if "sampler" in changes and "schedule" not in changes:
+        changes["schedule"] = "Automatic"  # the sampler's own: the family's was chosen for another
     unknown = sorted(set(card) - set(changes) - {"title"})
-    notes = (f"{where} says {', '.join(unknown)}, which Clearway does not know.",) if unknown else ()
+    names = ", ".join(map(shown, unknown[:8])) + (", …" if len(unknown) > 8 else "")
+    notes = (f"{where} says {names}, which Clearway does not know.",) if unknown else ()
     return replace(defaults, **changes), notes
 
 
@@ -85,7 +98,7 @@ def file_metadata(metadata: Mapping[str, str], where: str) -> dict[str, dict[str
             continue
         unknown = sorted(set(values) - set(OVERRIDES.get(part, ())))
         if part not in OVERRIDES or unknown:
-            raise RequestError(
-                f"{where}: its clearway metadata may not set {part}: {', '.join(unknown) or 'anything'}"
-            )
+            names = ", ".join(map(shown, unknown)) or "anything"
+            raise RequestError(f"{where}: its clearway metadata may not set {shown(part)}: {names:.200}")
+        settings.check(part, values, f"{where}: its clearway metadata")
     return found

@@ -54,7 +54,8 @@ def contents(path: Path) -> str:
     try:
         if not path.is_file():
             what = "a folder without model_index.json" if path.is_dir() else "not a file"
-            raise RequestError(f"{path.name} is {what}; a model is a .safetensors file or a Diffusers folder")
+            name = path.name or str(path.absolute())
+            raise RequestError(f"{name} is {what}; a model is a .safetensors file or a Diffusers folder")
         with path.open("rb") as file:
             start = file.read(512)
     except OSError as error:
@@ -136,19 +137,19 @@ def _checked(name: str, found: Any, begin: int, file_bytes: int) -> Header:
 
 def _tensor(name: str, key: str, value: Any) -> tuple[TensorInfo, int]:
     """The tensor's facts, its start counted from the first tensor's, and where its bytes end."""
-    damaged = RequestError(f"{name}: its safetensors header is damaged (tensor {key[:80]!r})")
+    damaged = f"{name}: its safetensors header is damaged (tensor {key[:80]!r})"
     if not isinstance(value, dict):
-        raise damaged
+        raise RequestError(damaged)
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
     if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= 16):
-        raise damaged
+        raise RequestError(damaged)
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise RequestError(f"{name}: tensor {key[:80]!r} has the dtype {dtype!r:.40}, which is not supported")
     start, stop = offsets
     if max(shape, default=0) >= 2**48 or stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise damaged
+        raise RequestError(damaged)
     return TensorInfo(dtype, tuple(shape), start), stop
 
 

@@ -14,6 +14,10 @@ TIMEOUT_S = 10.0
 PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
+class _NotAsked(UnavailableError):
+    """The hub library was told to stay offline; not an answer about the model."""
+
+
 def is_hub_id(source: str) -> bool:
     """Whether a name has the form owner/name."""
     return HUB_ID.fullmatch(source) is not None
@@ -48,8 +52,8 @@ def download(hub_id: str, *, half: bool, local_files_only: bool) -> tuple[Path, 
     except UnavailableError as error:
         try:
             return local(), (f"{error}; the files downloaded earlier were taken.",)
-        except UnavailableError:
-            raise error from None
+        except UnavailableError as absent:
+            raise (absent if isinstance(error, _NotAsked) else error) from None
 
 
 def needed(names: Sequence[str], half: bool) -> list[str]:
@@ -76,7 +80,7 @@ def needed(names: Sequence[str], half: bool) -> list[str]:
             )
             and ".non_ema" not in name
         ]
-        halves = [name for name in weights if ".fp16." in name or name.endswith(".fp16.json")]
+        halves = [name for name in weights if re.search(r"\.fp16[.-]", name)]
         plain = [name for name in weights if name not in halves]
         wanted += (halves or plain) if half else (plain or halves)
         if not weights:
@@ -86,7 +90,12 @@ def needed(names: Sequence[str], half: bool) -> list[str]:
 
 def _ask(hub_id: str, question: Callable[[], Any]) -> Any:
     """The hub library's answer; its many exceptions become one of ours."""
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
         return question()
@@ -94,9 +103,11 @@ def _ask(hub_id: str, question: Callable[[], Any]) -> Any:
         raise
     except LocalEntryNotFoundError as error:
         raise UnavailableError(
-            f"{hub_id} is not among the downloaded models and was not fetched (offline, or only local files "
-            "allowed); give a path, or go online once"
+            f"{hub_id} is not among the downloaded models (nor a path here) and was not fetched (offline, or "
+            "only local files allowed); give a path, or go online once"
         ) from error
+    except OfflineModeIsEnabled as error:
+        raise _NotAsked(f"{hub_id} was not looked for on the hub (offline)") from error
     except GatedRepoError as error:
         raise UnavailableError(
             f"{hub_id} asks for its licence to be accepted on the hub and for a login"

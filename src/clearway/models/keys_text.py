@@ -6,10 +6,11 @@ installed transformers has none (CLIPTextModel since 5).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from clearway.models.keys import Layout, Shapes, Source, count, rename
+from clearway.models.keys import Layout, Shapes, Source, count, dims, inverse, rename
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,8 @@ OPEN_CLIP_OUTSIDE = {
     "ln_final.weight": "text_model.final_layer_norm.weight",
     "ln_final.bias": "text_model.final_layer_norm.bias",
 }
+LAYERS = "text_model.encoder.layers."
+FUSED = re.compile(r"self_attn\.[qkv]_proj\.")
 
 
 def canonical(name: str) -> str:
@@ -40,7 +43,12 @@ def clip_layout(shapes: Shapes, overrides: dict[str, Any]) -> Layout:
     """Config and sources of a CLIP text encoder (quick_gelu) whose tensors have these shapes."""
     sources = {canonical(name): Source(name) for name in shapes if not name.endswith("position_ids")}
     known = {target: shapes[source.key] for target, source in sources.items()}
-    return Layout(_config(known, "quick_gelu") | overrides, sources)
+    old = bool(shapes) and not any(name.startswith("text_model.") for name in shapes)
+
+    def original(target: str) -> str:
+        return canonical(target).removeprefix("text_model.") if old else canonical(target)
+
+    return Layout(_config(known, "quick_gelu", original) | overrides, sources, original)
 
 
 def open_clip_layout(
@@ -51,7 +59,7 @@ def open_clip_layout(
     `projected`: with its projection of the end token (stored transposed). Without `last_layer` the last layer
     is left out: SD 2.x reads the one before it, and Diffusers folders of it do not have it either.
     """
-    layers = count(shapes, "transformer.resblocks.{}.ln_1.weight") - (not last_layer)
+    layers = count(shapes, "transformer.resblocks.") - (not last_layer)
     sources: dict[str, Source] = {}
     for name in shapes:
         if name in OPEN_CLIP_OUTSIDE:
@@ -60,7 +68,7 @@ def open_clip_layout(
             index, _, rest = name.removeprefix("transformer.resblocks.").partition(".")
             if not index.isdecimal() or int(index) >= layers:
                 continue
-            new = f"text_model.encoder.layers.{index}"
+            new = f"{LAYERS}{index}"
             if rest in ("attn.in_proj_weight", "attn.in_proj_bias"):
                 kind = rest.rpartition("_")[2]
                 for third, letter in enumerate("qkv"):
@@ -71,28 +79,48 @@ def open_clip_layout(
             sources["text_projection.weight"] = Source(name, _transposed)
         elif projected and name == "text_projection.weight":
             sources["text_projection.weight"] = Source(name)
-    known = {
-        target: shapes[source.key] for target, source in sources.items() if "self_attn.q_proj" not in target
-    }
-    config = _config(known, "gelu")
+    known = {target: shapes[source.key] for target, source in sources.items() if not FUSED.search(target)}
+    config = _config(known, "gelu", _open_clip_name)
     if projected:
-        width = shapes.get("text_projection.weight") or tuple(reversed(shapes["text_projection"]))
-        config["projection_dim"] = width[0]
-    return Layout(config | overrides, sources)
+        upright = "text_projection.weight" in shapes
+        width = dims(shapes, "text_projection.weight" if upright else "text_projection", 2)
+        config["projection_dim"] = width[0 if upright else 1]
+    return Layout(config | overrides, sources, _open_clip_name)
 
 
-def _config(known: Shapes, activation: str) -> dict[str, Any]:
-    vocabulary, width = known["text_model.embeddings.token_embedding.weight"]
-    layers = count(known, "text_model.encoder.layers.{}.layer_norm1.weight")
+def _open_clip_name(target: str) -> str:
+    """OpenCLIP's name for a tensor of transformers' CLIP model."""
+    target = canonical(target)
+    if target == "text_projection.weight":
+        return "text_projection"
+    if not target.startswith(LAYERS):
+        return inverse(OPEN_CLIP_OUTSIDE).get(target, target)
+    index, _, rest = target.removeprefix(LAYERS).partition(".")
+    if FUSED.match(rest):
+        rest = f"attn.in_proj_{rest.rpartition('.')[2]}"
+    return f"transformer.resblocks.{index}.{rename(rest, inverse(OPEN_CLIP_LAYER))}"
+
+
+def _config(known: Shapes, activation: str, original: Callable[[str], str]) -> dict[str, Any]:
+    """The config of an encoder whose tensors, by published names, have these shapes."""
+
+    def shape(target: str) -> tuple[int, ...]:
+        try:
+            return dims(known, target, 2)
+        except (KeyError, IndexError) as error:
+            raise type(error)(original(target)) from error
+
+    vocabulary, width = shape("text_model.embeddings.token_embedding.weight")
+    layers = count(known, LAYERS)
     if layers == 0:
-        raise KeyError("text_model.encoder.layers.0.layer_norm1.weight")
+        raise KeyError(original(f"{LAYERS}0.layer_norm1.weight"))
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
-        "intermediate_size": known["text_model.encoder.layers.0.mlp.fc1.weight"][0],
+        "intermediate_size": shape(f"{LAYERS}0.mlp.fc1.weight")[0],
         "num_hidden_layers": layers,
         "num_attention_heads": max(1, width // 64),
-        "max_position_embeddings": known["text_model.embeddings.position_embedding.weight"][0],
+        "max_position_embeddings": shape("text_model.embeddings.position_embedding.weight")[0],
         "projection_dim": width,
         "hidden_act": activation,
         "bos_token_id": END_TOKEN - 1,
@@ -103,8 +131,15 @@ def _config(known: Shapes, activation: str) -> dict[str, Any]:
 
 def _third(number: int) -> Callable[[Tensor], Tensor]:
     """Takes query (0), key (1) or value (2) out of a fused projection."""
-    return lambda fused: fused.chunk(3, 0)[number]
+
+    def turn(fused: Tensor) -> Tensor:
+        if fused.ndim == 0 or fused.shape[0] % 3:
+            return fused
+        rows = fused.shape[0] // 3
+        return fused[number * rows : (number + 1) * rows]
+
+    return turn
 
 
 def _transposed(weight: Tensor) -> Tensor:
-    return weight.t()
+    return weight.t() if weight.ndim == 2 else weight

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearway.models.family import SDXL, Family
-from clearway.models.keys import Layout, Shapes, Source, count, rename, swap
+from clearway.models.keys import Layout, Shapes, Source, count, dims, grouped, has, inverse, rename, swap
 
 RESNET = {
     "in_layers.0": "norm1",
@@ -47,8 +47,8 @@ class _Level:
 def layout(shapes: Shapes, family: Family, pooled_width: int | None, overrides: dict[str, Any]) -> Layout:
     """Config and sources of a UNet whose tensors (prefix taken off) have these shapes.
 
-    `pooled_width` is the pooled text embedding's, for SDXL. KeyError names a tensor that must be there;
-    ValueError says why a network cannot be a UNet2DConditionModel.
+    `pooled_width` is the pooled text embedding's, for SDXL. KeyError names a tensor or block that must be
+    there, IndexError one of a wrong rank; ValueError says why a network cannot be a UNet2DConditionModel.
     """
     blocks = dict(OUTSIDE)
     levels = _levels(shapes, blocks)
@@ -61,37 +61,58 @@ def layout(shapes: Shapes, family: Family, pooled_width: int | None, overrides: 
         block, rest = found
         new = rename(rest, RESNET) if ".resnets." in block else rest
         sources[f"{block}.{new}"] = Source(name)
-    return Layout(_config(shapes, levels, family, pooled_width) | overrides, sources)
+    backwards = inverse(blocks)
+
+    def original(target: str) -> str:
+        found = swap(target, backwards, 5)
+        if found is None:
+            return target
+        rest = rename(found[1], inverse(RESNET)) if ".resnets." in target else found[1]
+        return f"{found[0]}.{rest}"
+
+    return Layout(_config(shapes, levels, family, pooled_width) | overrides, sources, original)
 
 
 def _levels(shapes: Shapes, blocks: dict[str, str]) -> list[_Level]:
-    """The levels as input_blocks tells them; notes in `blocks` what each block becomes."""
+    """The levels as input_blocks tells them; notes in `blocks` what each block becomes.
+
+    A block is there where any of its tensors is, so that one that lacks some is found incomplete and not
+    taken for the end of the network.
+    """
     levels: list[_Level] = []
     run: list[tuple[int, int]] = []  # (channels, depth) of the level's residual blocks so far
-    number = 1
-    while True:
+    held = grouped(shapes, 2)
+    for number in range(1, count(shapes, "input_blocks.")):
         old, level = f"input_blocks.{number}", len(levels)
-        if f"{old}.0.in_layers.2.weight" in shapes:
-            depth = count(shapes, f"{old}.1.transformer_blocks.{{}}.norm1.weight")
-            blocks[f"{old}.0"] = f"down_blocks.{level}.resnets.{len(run)}"
-            blocks[f"{old}.1"] = f"down_blocks.{level}.attentions.{len(run)}"
-            run.append((shapes[f"{old}.0.in_layers.2.weight"][0], depth))
-        elif run:
-            if len(set(run)) != 1:
-                raise ValueError(f"the blocks of UNet level {level} differ in width or attention")
-            levels.append(_Level(run[0][0], len(run), run[0][1]))
+        if has(held[old], f"{old}.0.op."):
+            levels.append(_level(run, level))
             run = []
-            if f"{old}.0.op.weight" not in shapes:
-                break
             blocks[f"{old}.0.op"] = f"down_blocks.{level}.downsamplers.0.conv"
-        else:
-            break
-        number += 1
-    if not levels:
+            continue
+        blocks[f"{old}.0"] = f"down_blocks.{level}.resnets.{len(run)}"
+        blocks[f"{old}.1"] = f"down_blocks.{level}.attentions.{len(run)}"
+        run.append((dims(shapes, f"{old}.0.in_layers.2.weight", 4)[0], _depth(held[old], f"{old}.1")))
+    if not levels and not run:
         raise KeyError("input_blocks.1.0.in_layers.2.weight")
+    levels.append(_level(run, len(levels)))
     if len({level.layers for level in levels}) != 1:
         raise ValueError("the UNet's levels differ in their number of blocks")
     return levels
+
+
+def _level(run: list[tuple[int, int]], number: int) -> _Level:
+    if len(set(run)) != 1:
+        what = "differ in width or attention" if run else "are missing"
+        raise ValueError(f"the blocks of UNet level {number} {what}")
+    return _Level(run[0][0], len(run), run[0][1])
+
+
+def _depth(shapes: Shapes, attention: str) -> int:
+    """How many transformer blocks an attention has; 0 where there is no attention."""
+    depth = count(shapes, f"{attention}.transformer_blocks.")
+    if depth == 0 and has(shapes, f"{attention}."):
+        raise KeyError(f"{attention}.transformer_blocks.0")
+    return depth
 
 
 def _output_blocks(levels: list[_Level], blocks: dict[str, str]) -> None:
@@ -109,9 +130,9 @@ def _output_blocks(levels: list[_Level], blocks: dict[str, str]) -> None:
 
 def _config(shapes: Shapes, levels: list[_Level], family: Family, pooled_width: int | None) -> dict[str, Any]:
     depths = [level.depth or 1 for level in levels]
-    middle = count(shapes, "middle_block.1.transformer_blocks.{}.norm1.weight")
+    middle = _depth(shapes, "middle_block.1")
     if middle == 0:
-        raise KeyError("middle_block.1.transformer_blocks.0.norm1.weight")
+        raise KeyError("middle_block.1")
     if levels[-1].depth not in (0, middle):
         raise ValueError("the UNet's middle block is not as deep as its last level")
     depths[-1] = middle
@@ -119,8 +140,8 @@ def _config(shapes: Shapes, levels: list[_Level], family: Family, pooled_width: 
     down = ["CrossAttnDownBlock2D" if level.depth else "DownBlock2D" for level in levels]
     heads = [family.heads_for(level.channels) for level in levels]
     config: dict[str, Any] = {
-        "in_channels": shapes["input_blocks.0.0.weight"][1],
-        "out_channels": shapes["out.2.weight"][0],
+        "in_channels": dims(shapes, "input_blocks.0.0.weight", 4)[1],
+        "out_channels": dims(shapes, "out.2.weight", 4)[0],
         "block_out_channels": tuple(level.channels for level in levels),
         "layers_per_block": levels[0].layers,
         "down_block_types": tuple(down),
@@ -131,12 +152,12 @@ def _config(shapes: Shapes, levels: list[_Level], family: Family, pooled_width: 
         # Diffusers' name for the number of heads (its documentation says why); one number where all are
         # alike.
         "attention_head_dim": heads[0] if len(set(heads)) == 1 else tuple(heads),
-        "cross_attention_dim": shapes[f"{attention}.transformer_blocks.0.attn2.to_k.weight"][1],
-        "use_linear_projection": len(shapes[f"{attention}.proj_in.weight"]) == 2,
+        "cross_attention_dim": dims(shapes, f"{attention}.transformer_blocks.0.attn2.to_k.weight", 2)[1],
+        "use_linear_projection": len(dims(shapes, f"{attention}.proj_in.weight", 2, 4)) == 2,
         "norm_num_groups": 32,
     }
     if family is SDXL:
-        width = shapes["label_emb.0.0.weight"][1]
+        width = dims(shapes, "label_emb.0.0.weight", 2)[1]
         if pooled_width is None or (width - pooled_width) % 6 or width <= pooled_width:
             raise ValueError(
                 f"label_emb takes {width} values, which six sizes beside the text do not make up"
@@ -146,6 +167,6 @@ def _config(shapes: Shapes, levels: list[_Level], family: Family, pooled_width: 
             "addition_time_embed_dim": (width - pooled_width) // 6,
             "projection_class_embeddings_input_dim": width,
         }
-    elif "label_emb.0.0.weight" in shapes:
+    elif has(shapes, "label_emb."):
         raise ValueError("its UNet has a label embedding, which only SDXL has")
     return config

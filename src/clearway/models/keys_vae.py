@@ -6,23 +6,42 @@ the middle attention's projections are 1 x 1 convolutions (Diffusers: linear lay
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from clearway.models.keys import Layout, Shapes, Source, count, rename, swap, to_linear
+from clearway.models.keys import (
+    Layout,
+    Shapes,
+    Source,
+    count,
+    dims,
+    grouped,
+    inverse,
+    rename,
+    swap,
+    to_linear,
+)
 
 ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 DIFFUSERS_OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def layout(shapes: Shapes, latent_scale: float, overrides: dict[str, Any]) -> Layout:
-    """Config and sources of a VAE whose tensors have these shapes; errors as in keys_unet."""
-    side = "encoder" if "encoder.conv_in.weight" in shapes else "decoder"
-    fine = "down" if side == "encoder" else "up"
-    levels = count(shapes, f"{side}.{fine}.{{}}.block.0.conv1.weight")
+    """Config and sources of a VAE whose tensors have these shapes; errors as in keys_unet.
+
+    The decoder tells the structure, since a file may lack the encoder. All VAEs of this layout have
+    quant_conv and post_quant_conv, so a file without them is incomplete and not of another kind.
+    """
+    levels = count(shapes, "decoder.up.")
     if levels == 0:
-        raise KeyError(f"{side}.{fine}.0.block.0.conv1.weight")
-    layers = count(shapes, f"{side}.{fine}.0.block.{{}}.conv1.weight") - (side == "decoder")
-    widths = tuple(shapes[f"{side}.{fine}.{level}.block.0.conv1.weight"][0] for level in range(levels))
+        raise KeyError("decoder.up.0.block.0.conv1.weight")
+    held = grouped(shapes, 3)
+    layers = (
+        max(count(held[f"decoder.up.{level}"], f"decoder.up.{level}.block.") for level in range(levels)) - 1
+    )
+    if layers < 1:
+        raise KeyError("decoder.up.0.block.1")
+    widths = tuple(dims(shapes, f"decoder.up.{level}.block.0.conv1.weight", 4)[0] for level in range(levels))
     blocks = {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
     for part, scale in (("encoder", "down"), ("decoder", "up")):
         blocks |= {
@@ -53,18 +72,32 @@ def layout(shapes: Shapes, latent_scale: float, overrides: dict[str, Any]) -> La
             sources[f"{block}.{rename(rest, {'nin_shortcut': 'conv_shortcut'})}"] = Source(name)
     config = {
         "in_channels": 3,
-        "out_channels": shapes["decoder.conv_out.weight"][0],
+        "out_channels": dims(shapes, "decoder.conv_out.weight", 4)[0],
         "block_out_channels": widths,
         "layers_per_block": layers,
         "down_block_types": ("DownEncoderBlock2D",) * levels,
         "up_block_types": ("UpDecoderBlock2D",) * levels,
-        "latent_channels": shapes["decoder.conv_in.weight"][1],
+        "latent_channels": dims(shapes, "decoder.conv_in.weight", 4)[1],
         "norm_num_groups": 32,
         "scaling_factor": latent_scale,
-        "use_quant_conv": "quant_conv.weight" in shapes or side == "decoder",
-        "use_post_quant_conv": "post_quant_conv.weight" in shapes,
+        "use_quant_conv": True,
+        "use_post_quant_conv": True,
     }
-    return Layout(config | overrides, sources)
+    backwards = inverse(blocks)
+
+    def original(target: str) -> str:
+        found = swap(target, backwards, 5)
+        if found is None:
+            return target
+        table = inverse(ATTENTION) if ".attentions." in target else {"conv_shortcut": "nin_shortcut"}
+        return f"{found[0]}.{rename(found[1], table)}"
+
+    return Layout(config | overrides, sources, original)
+
+
+def optional(names: Iterable[str]) -> tuple[str, ...]:
+    """How the tensors begin that a VAE with these may lack: its encoder's, where that is left out whole."""
+    return () if any(name.startswith("encoder.") for name in names) else ("encoder.", "quant_conv.")
 
 
 def folder_source(name: str) -> tuple[str, Source]:

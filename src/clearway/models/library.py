@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clearway.errors import ClearwayError, RequestError, nearest
+from clearway.home import expanded
 from clearway.models.detect import identify
+from clearway.models.escape import escaped
 from clearway.models.folder import INDEX, identify_folder
 from clearway.models.header import read_header, size_of
 from clearway.models.weights import PICKLE_SUFFIXES, is_pickle
@@ -40,7 +42,7 @@ def embedded_folder() -> Path:
 def folders() -> tuple[Path, ...]:
     """The models folders that the environment names; they need not exist."""
     named = os.environ.get(VARIABLE, "").split(os.pathsep)
-    return tuple(Path(name).expanduser() for name in named if name)
+    return tuple(expanded(name) for name in named if name)
 
 
 def embedded_problem() -> str | None:
@@ -53,7 +55,7 @@ def available(more: Iterable[str | Path] = ()) -> list[Entry]:
 
     Only headers and configs are read. RequestError where one of `more` is no folder.
     """
-    places = [Path(folder).expanduser() for folder in more]
+    places = [expanded(folder) for folder in more]
     for place in places:
         if not place.is_dir():
             raise RequestError(f"there is no folder {str(place)!r} to look for models in")
@@ -69,11 +71,11 @@ def find(name: str) -> Path | None:
     """
     models = list(_models(folders()))
     for turn in (str, str.lower):
-        hits = [path for path in models if turn(name) in (turn(path.name), turn(name_of(path)))]
+        asked = {turn(name), turn(escaped(name))}
+        hits = [path for path in models if not asked.isdisjoint((turn(path.name), turn(name_of(path))))]
         if len(hits) > 1:
-            raise RequestError(
-                f"model {name!r} is there {len(hits)} times: {', '.join(map(str, hits[:3]))}; give the path"
-            )
+            few = ", ".join(repr(str(hit)) for hit in hits[:3])
+            raise RequestError(f"model {name!r} is there {len(hits)} times: {few}; give the path")
         if hits:
             return hits[0]
     return None
@@ -82,11 +84,14 @@ def find(name: str) -> Path | None:
 def not_found(source: str) -> RequestError:
     """The error for a model that is nowhere, with the names most like it."""
     if _looks_like_path(source):
-        path = Path(source).expanduser()
+        path = expanded(source)
         parent = path.parent
-        if not parent.is_dir():
+        try:
+            names = [item.name for item in parent.iterdir() if _is_model(item)]
+        except (FileNotFoundError, NotADirectoryError):
             return RequestError(f"model {source!r}: there is no folder {str(parent)!r}")
-        names = [item.name for item in parent.iterdir() if _is_model(item)]
+        except OSError as error:
+            return RequestError(f"model {source!r}: {str(parent)!r} cannot be read ({error.strerror})")
         there = _near(path.name, names) or "no models"
         return RequestError(f"model {source!r} does not exist; {str(parent)!r} holds {there}")
     places = folders()
@@ -99,8 +104,9 @@ def not_found(source: str) -> RequestError:
 
 
 def name_of(path: Path) -> str:
-    """A model's name: a file's stem, a folder's name."""
-    return path.stem if path.suffix.lower() in SUFFIXES and not path.is_dir() else path.name
+    """A model's name, escaped: a file's stem, a folder's name."""
+    stem = path.suffix.lower() in SUFFIXES and not os.path.isdir(path)
+    return escaped(path.stem if stem else path.name)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -139,26 +145,26 @@ def _models(where: Iterable[Path]) -> Iterator[Path]:
 
 
 def _is_model(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIXES) if path.is_file() else (path / INDEX).is_file()
+    return path.name.lower().endswith(SUFFIXES) if os.path.isfile(path) else os.path.isfile(path / INDEX)
 
 
 def _entry(path: Path) -> Entry:
     embedded = path == embedded_folder()
     name = EMBEDDED if embedded else name_of(path)
-    if embedded and not (path / INDEX).is_file():
+    if embedded and not os.path.isfile(path / INDEX):
         return Entry(name, path, 0, problem="is not part of this installation")
     size = size_of(path)
     try:
-        if (path / INDEX).is_file():
+        if os.path.isfile(path / INDEX):
             found = identify_folder(path)
         elif is_pickle(path):
             return Entry(name, path, size, problem="is a pickle checkpoint (needs --allow-pickle)")
         else:
             found = identify(read_header(path).shapes)
     except ClearwayError as error:
-        return Entry(name, path, size, problem=str(error))
+        return Entry(name, path, size, problem=escaped(str(error)))
     if isinstance(found, str):
-        return Entry(name, path, size, problem=found)
+        return Entry(name, path, size, problem=escaped(found))
     return Entry(name, path, size, family=found.label)
 
 

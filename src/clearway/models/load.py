@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
+from clearway.home import expanded
 from clearway.models import hub, library
+from clearway.models.escape import escaped, escaped_errors
 from clearway.models.folder import INDEX, load_folder
 from clearway.models.model import Model
 from clearway.models.single_file import load_file
@@ -33,21 +36,35 @@ def load(
     """
     text = str(source)
     where = device if isinstance(device, Device) else machine.pick(device)
-    dtypes = precision or machine.default_precision(where)
-    for name in (dtypes.unet, dtypes.text_encoder, dtypes.vae):
-        machine.dtype(name)
+    dtypes = _canonical(precision or machine.default_precision(where))
     notes: tuple[str, ...] = ()
-    if text == library.EMBEDDED:
-        path, name = library.embedded_folder(), library.EMBEDDED
-        if not (path / INDEX).is_file():
-            raise UnavailableError(
-                "this installation of Clearway holds no embedded model; give --model a path"
-            )
-    else:
-        path, name, notes = _locate(text, dtypes, local_files_only)
-    read = load_folder if (path / INDEX).is_file() else load_file
-    model = read(path, name=name, device=where, precision=dtypes, allow_pickle=allow_pickle)
-    return replace(model, notes=(*notes, *model.notes)) if notes else model
+    with escaped_errors():
+        if text == library.EMBEDDED:
+            path, name = library.embedded_folder(), library.EMBEDDED
+            if not os.path.isfile(path / INDEX):
+                raise UnavailableError(
+                    "this installation of Clearway holds no embedded model; give --model a path"
+                )
+        else:
+            path, name, notes = _locate(text, dtypes, local_files_only)
+        read = load_folder if os.path.isfile(path / INDEX) else load_file
+        model = read(path, name=name, device=where, precision=dtypes, allow_pickle=allow_pickle)
+    return replace(model, notes=(*map(escaped, notes), *model.notes)) if notes else model
+
+
+def _canonical(precision: Precision) -> Precision:
+    """The same dtypes by torch's full names ("fp16" is "float16"); RequestError for one that is not known."""
+
+    def full(name: str) -> str:
+        return str(machine.dtype(name)).removeprefix("torch.")
+
+    return replace(
+        precision,
+        unet=full(precision.unet),
+        text_encoder=full(precision.text_encoder),
+        vae=full(precision.vae),
+        sampling=full(precision.sampling),
+    )
 
 
 def _locate(source: str, precision: Precision, local_files_only: bool) -> tuple[Path, str, tuple[str, ...]]:
@@ -55,12 +72,14 @@ def _locate(source: str, precision: Precision, local_files_only: bool) -> tuple[
     if not source.strip() or "\0" in source:
         raise RequestError("the model's name is empty; 'embedded' is the one that ships with Clearway")
     try:
-        path = Path(source).expanduser()
+        path = expanded(source)
         exists = path.exists()
-    except (OSError, RuntimeError):  # a name too long for a path, a home that is not known
+        # "." and ".." have no name of their own; a link keeps its own and not its target's
+        path = path.resolve() if path.name in ("", "..") else path.absolute()
+    except (OSError, RuntimeError):  # a name too long for a path, a circle of links
         exists = False
     if exists:
-        return path, library.name_of(path.absolute()), ()
+        return path, library.name_of(path), ()
     found = library.find(source)
     if found is not None:
         return found, library.name_of(found), ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from clearway.models.family import SD2, Family, Prediction
 if TYPE_CHECKING:
     from torch import Tensor
 
+MARKERS = ("v_pred", "ztsnr")  # empty tensors whose presence says something
 SD2_MARK = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
 MAX_YAML_BYTES = 1_000_000
 
@@ -38,6 +38,24 @@ class Training:
             return noise_levels.from_betas(self.trained_betas, zero_terminal_snr=self.zero_terminal_snr)
         make = noise_levels.linear if self.beta_schedule == "linear" else noise_levels.scaled_linear
         return make(self.beta_start, self.beta_end, self.timesteps, zero_terminal_snr=self.zero_terminal_snr)
+
+    def sound_sigmas(self, where: str) -> Tensor:
+        """As sigmas; RequestError where they are no ascending, finite numbers above 0, at least two."""
+        found = self.sigmas()
+        values = found.double()
+        if found.numel() < 2 or not (
+            bool(values.isfinite().all()) and bool((values.diff() > 0).all()) and float(values[0]) > 0
+        ):
+            raise RequestError(
+                f"{where}: its betas ({self._betas()}) give no noise levels that are finite, ascend and lie "
+                "above 0"
+            )
+        return found
+
+    def _betas(self) -> str:
+        if self.trained_betas is not None:
+            return f"{len(self.trained_betas)} trained_betas"
+        return f"{self.beta_schedule} from {self.beta_start:g} to {self.beta_end:g} in {self.timesteps} steps"
 
 
 def from_checkpoint(
@@ -92,11 +110,14 @@ def _sidecar(path: Path) -> dict[str, Any]:
     elif parameterization == "eps" or (isinstance(scaling, str) and ".EpsScaling" in scaling):
         fields["prediction"] = "epsilon"
     elif parameterization is not None:
-        raise ValueError(f"parameterization {parameterization!r} is neither 'eps' nor 'v'")
+        raise ValueError(f"parameterization {parameterization!r:.60} is neither 'eps' nor 'v'")
     for key, name in (("linear_start", "beta_start"), ("linear_end", "beta_end")):
         value = params.get(key)
-        if isinstance(value, float) and 0 < value < 1:
-            fields[name] = value
+        if value is None:
+            continue
+        if not isinstance(value, float) or not 0 < value < 1:
+            raise ValueError(f"{key} {value!r:.40} is no number between 0 and 1")
+        fields[name] = value
     return fields
 
 
@@ -110,16 +131,16 @@ def from_scheduler(config: Mapping[str, Any], where: str) -> Training:
     """How a Diffusers folder's network was trained, from its scheduler_config.json."""
     name = str(config.get("_class_name", ""))
     if name.startswith(("EDM", "FlowMatch")):
-        raise RequestError(f"{where} is trained for {name}, which Clearway does not draw with")
+        raise RequestError(f"{where} is trained for {name[:60]}, which Clearway does not draw with")
     prediction = config.get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction"):
         raise RequestError(
-            f"{where} predicts {prediction!r}; Clearway draws with 'epsilon' and 'v_prediction'"
+            f"{where} predicts {prediction!r:.60}; Clearway draws with 'epsilon' and 'v_prediction'"
         )
     schedule, betas = config.get("beta_schedule", "linear"), config.get("trained_betas")
     if schedule not in ("linear", "scaled_linear"):
         raise RequestError(
-            f"{where} has the beta schedule {schedule!r}; Clearway knows 'linear' and 'scaled_linear'"
+            f"{where} has the beta schedule {schedule!r:.60}; Clearway knows 'linear' and 'scaled_linear'"
         )
     try:
         found = Training(
@@ -131,11 +152,12 @@ def from_scheduler(config: Mapping[str, Any], where: str) -> Training:
             int(config.get("num_train_timesteps", 1000)),
             None if betas is None else tuple(float(beta) for beta in betas),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(
             f"{where}: scheduler_config.json holds no usable betas ({one_line(error)})"
         ) from error
     sound = 0 < found.beta_start < 1 and 0 < found.beta_end < 1 and 2 <= found.timesteps <= 100_000
-    if not sound or not all(0 < beta < 1 for beta in found.trained_betas or (0.5,)):
-        raise RequestError(f"{where}: scheduler_config.json holds no usable betas ({json.dumps(betas)[:40]})")
+    trained = (0.5, 0.5) if found.trained_betas is None else found.trained_betas
+    if not sound or not 2 <= len(trained) <= 100_000 or not all(0 < beta < 1 for beta in trained):
+        raise RequestError(f"{where}: scheduler_config.json holds no usable betas ({found._betas()})")
     return found

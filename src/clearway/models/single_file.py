@@ -10,19 +10,25 @@ from typing import Any
 from clearway.device import Device
 from clearway.errors import RequestError, one_line
 from clearway.models import card as cards
-from clearway.models import keys_text, keys_unet, keys_vae, prediction, tokenizer
+from clearway.models import keys_text, keys_unet, keys_vae, prediction, settings, tokenizer
+from clearway.models.assemble import assemble
 from clearway.models.build import classes, diffusers_module, fill, listed, text_module
 from clearway.models.detect import CLIP_PREFIXES, UNET, VAE, identify
+from clearway.models.escape import shown
 from clearway.models.family import SD2, SUPPORTED, Family, TextEncoder
 from clearway.models.keys import Layout, Shapes, Source, below
 from clearway.models.model import Model
 from clearway.models.weights import Weights, open_weights
 from clearway.types import Precision
 
-HARMLESS = re.compile(  # training leftovers and markers that no network needs; counted in the notes
+HARMLESS = re.compile(  # training leftovers that no network needs; counted in the notes
     r"^(model_ema\.|first_stage_model\.loss\.|betas$|alphas_cumprod|sqrt_|log_one_minus|posterior_|logvar$|"
-    r"lvlb_weights|scale_factor$|global_step$|v_pred$|ztsnr$|denoiser\.|edm_)|"
+    r"lvlb_weights|scale_factor$|global_step$|denoiser\.|edm_)|"
     r"(^|\.)(position_ids|logit_scale|attn_mask|num_batches_tracked)$"
+)
+NUMBERED = re.compile(  # names within a module that lie in one of its numbered blocks
+    r"^(input_blocks|middle_block|output_blocks|encoder\.down|decoder\.up|(text_model\.)?encoder\.layers|"
+    r"transformer\.resblocks)\.[0-9]"
 )
 
 
@@ -37,6 +43,7 @@ def load_file(
         training, notes = prediction.from_checkpoint(
             path, family, weights.shapes, weights.metadata, weights.read
         )
+        sigmas = training.sound_sigmas(path.name)
         said = cards.file_metadata(weights.metadata, path.name)
         defaults, more = cards.apply(
             said.get("defaults", {}),
@@ -55,15 +62,13 @@ def load_file(
         vae = parts.vae(said.get("vae", {}), precision.vae)
         notes += (*more, *parts.notes, *parts.surplus())
     vocabulary = Path(__file__).parent / "embedded" / "tokenizer"
-    return Model(
+    return assemble(
         name=name,
-        title=cards.title_of(said.get("defaults", {}), name),
         path=path,
         weights_files=(path,),
         family=family,
-        prediction=training.prediction,
-        zero_terminal_snr=training.zero_terminal_snr,
-        sigmas=training.sigmas(),
+        training=training,
+        sigmas=sigmas,
         tokenizers=tuple(
             tokenizer.load(vocabulary, 0 if encoder.pad == "zero" else None)
             for encoder in family.text_encoders
@@ -71,8 +76,7 @@ def load_file(
         text_encoders=encoders,
         unet=unet,
         vae=vae,
-        latent_scale=float(vae.config.scaling_factor),
-        latent_shift=float(vae.config.shift_factor or 0.0),
+        card=said.get("defaults", {}),
         defaults=defaults,
         device=device,
         precision=precision,
@@ -89,7 +93,8 @@ class _Parts:
         self.weights = weights
         self.device = device
         self.used: set[str] = set()
-        self.left_out: set[str] = set()
+        self.left_out: set[str] = set(prediction.MARKERS)
+        self.prefixes: set[str] = set()
         self.notes: tuple[str, ...] = ()
 
     def unet(self, encoders: tuple[Any, ...], said: dict[str, Any], dtype_name: str) -> Any:
@@ -97,6 +102,7 @@ class _Parts:
         layout = self._layout(
             UNET, "UNet", lambda shapes: keys_unet.layout(shapes, self.family, pooled, said)
         )
+        self._bounded(layout, "UNet")
         module = diffusers_module(classes().unet, layout.config, f"{self.name}: the UNet")
         return self._fill(module, layout, UNET, "UNet", dtype_name)
 
@@ -104,8 +110,10 @@ class _Parts:
         layout = self._layout(
             VAE, "VAE", lambda shapes: keys_vae.layout(shapes, self.family.latent_scale, said)
         )
+        self._bounded(layout, "VAE")
         module = diffusers_module(classes().vae, layout.config, f"{self.name}: the VAE")
-        return self._fill(module, layout, VAE, "VAE", dtype_name, optional=("encoder.", "quant_conv."))
+        optional = keys_vae.optional(layout.sources)
+        return self._fill(module, layout, VAE, "VAE", dtype_name, optional)
 
     def text(self, number: int, encoder: TextEncoder, said: dict[str, Any], dtype_name: str) -> Any:
         what = "text encoder" if number == 0 else "second text encoder"
@@ -130,13 +138,29 @@ class _Parts:
         if self.family is SD2:
             last = f"{prefix}transformer.resblocks.{layout.config['num_hidden_layers']}."
             self.left_out |= {key for key in self.weights.shapes if key.startswith(last)}
+        self._bounded(layout, what)
         module = text_module(layout.config, encoder.pooled, f"{self.name}: the {what}")
         return self._fill(module, layout, prefix, what, dtype_name)
 
     def surplus(self) -> tuple[str, ...]:
-        """Notes about the tensors that no module took."""
+        """Notes about the tensors that no module took.
+
+        RequestError where they are of a module's numbered blocks: then the network that was built is not the
+        one that the file holds.
+        """
         rest = set(self.weights.shapes) - self.used - self.left_out
         harmless = {key for key in rest if HARMLESS.search(key)}
+        blocks = {
+            key
+            for prefix in self.prefixes
+            for key in rest - harmless
+            if key.startswith(prefix) and NUMBERED.match(key[len(prefix) :])
+        }
+        if blocks:
+            raise RequestError(
+                f"{self.name}: {listed(blocks)} found no place in the network that the others make up; "
+                "the file is incomplete or of another kind"
+            )
         notes: tuple[str, ...] = ()
         if rest - harmless:
             notes += (f"{self.name}: {listed(rest - harmless)} not used.",)
@@ -150,12 +174,17 @@ class _Parts:
             return make(below(self.weights.shapes, prefix))
         except KeyError as error:
             raise RequestError(
-                f"{self.name}: the {what} is incomplete: {prefix}{error.args[0]} is missing"
+                f"{self.name}: the {what} is incomplete: {shown(prefix + error.args[0])} is missing"
             ) from error
         except IndexError as error:
-            raise RequestError(f"{self.name}: the {what} has tensors of the wrong shape") from error
+            raise RequestError(
+                f"{self.name}: {shown(prefix + error.args[0])} has the wrong shape (in the {what})"
+            ) from error
         except ValueError as error:
             raise RequestError(f"{self.name}: {one_line(error)}; {SUPPORTED}") from error
+
+    def _bounded(self, layout: Layout, what: str) -> None:
+        settings.check_blocks(layout.config, len(layout.sources), f"{self.name}: the {what}")
 
     def _fill(
         self,
@@ -177,7 +206,9 @@ class _Parts:
             dtype_name=dtype_name,
             what=f"{self.name}: the {what}",
             optional=optional,
+            original=lambda target: prefix + layout.original(target),
         )
+        self.prefixes.add(prefix)
         wanted = {keys_text.canonical(key) for key in module.state_dict()} | set(module.state_dict())
         self.used |= {source.key for target, source in sources.items() if target in wanted}
         return module

@@ -7,18 +7,21 @@ and runs of other signs, byte-level BPE with `</w>` at a word's end.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 from clearway.errors import RequestError, one_line
+from clearway.models.card import read_object
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 PATTERN = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 
 
 class Tokenizer:
-    """Text to ids. `bos` and `eos` frame a window, `pad` fills it, `comma` is where a prompt may be split."""
+    """Text to ids, all of them below `size`.
+
+    `bos` and `eos` frame a window, `pad` fills it, `comma` is where a prompt may be split.
+    """
 
     def __init__(self, engine: Any, pad: int | None = None) -> None:
         """`engine` is a tokenizers.Tokenizer with CLIP's vocabulary; `pad` is by default the end token."""
@@ -30,6 +33,9 @@ class Tokenizer:
         self.eos: int = ids[EOS]
         self.comma: int = ids[",</w>"]
         self.pad: int = self.eos if pad is None else pad
+        count: int = engine.get_vocab_size()
+        dense = all(map(engine.id_to_token, range(count)))  # five times quicker than asking for all ids
+        self.size: int = count if dense else 1 + max(engine.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, of any length, without bos, eos and padding."""
@@ -107,8 +113,8 @@ def _pad_token(folder: Path) -> str | None:
     """The padding token that the settings beside the vocabulary name."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8")).get("pad_token")
-        except (OSError, ValueError, AttributeError):
+            found = read_object(folder / name).get("pad_token")
+        except RequestError:
             continue
         if isinstance(found, dict):
             found = found.get("content")

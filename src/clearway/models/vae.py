@@ -22,8 +22,8 @@ def decode(model: Model, latents: Tensor, run: Callable[..., Any] | None = None)
     if not torch.isfinite(latents).all():
         if model.precision.unet == model.precision.sampling == "float32":
             raise UnavailableError(
-                "sampling ended in NaN or infinity in float32; the weights are damaged or a sampler option is "
-                "too large, so smaller eta, s_noise, s_churn, sigma_max or cfg_scale may work"
+                "sampling ended in NaN or infinity in float32; the weights are damaged or a sampler option "
+                "is too large, so smaller eta, s_noise, s_churn, sigma_max or cfg_scale may work"
             )
         raise UnavailableError(
             f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from clearway.device import is_out_of_memory
 from clearway.errors import RequestError, one_line
+from clearway.models.card import read_object
+from clearway.models.escape import shown
 from clearway.models.header import TensorInfo, contents, read_header
 
 if TYPE_CHECKING:
@@ -169,18 +171,27 @@ def _open_pickle(path: Path) -> Weights:
     }
     if not tensors:
         raise RequestError(f"{path.name} holds no tensors")
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    return Weights(shapes, tensors.__getitem__, shared=True)
+
+    def read(name: str) -> Tensor:
+        value = tensors[name]
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+        if not plain or value.is_meta or value.is_nested:
+            raise RequestError(
+                f"{path.name}: {shown(name)} is no plain tensor (sparse, or without its numbers)"
+            )
+        return value
+
+    return Weights({name: tuple(value.shape) for name, value in tensors.items()}, read, shared=True)
 
 
 def shards(index: Path) -> list[Path]:
     """The files that a `….safetensors.index.json` names, in order; RequestError where one is not there."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [index.parent / str(name) for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{index.name} does not list the files of the weights") from error
+    listed = read_object(index).get("weight_map")
+    names = list(listed.values()) if isinstance(listed, dict) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise RequestError(f"{index.name} does not list the files of the weights")
+    paths = [index.parent / name for name in sorted(set(names))]
     for path in paths:
-        if path.parent != index.parent or not path.is_file():
-            raise RequestError(f"{index.name} names {path.name}, which is not beside it")
+        if path.parent != index.parent or not os.path.isfile(path):
+            raise RequestError(f"{index.name} names {shown(path.name)}, which is not beside it")
     return paths
