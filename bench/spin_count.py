@@ -2,8 +2,8 @@
 
     python bench/spin_count.py [--repeats 3] [--output bench/results/cpu/spin_count.jsonl]
 
-Each run is a process of its own, since the setting is read when torch starts; settings alternate. Milliseconds
-are those of text encoding, sampling and VAE together. Linux only. The CLI's default is `SPIN_COUNT` in
+Each run is a process of its own, since the setting is read when torch starts; settings alternate. The
+milliseconds are those of text encoding, sampling and VAE together. Linux only. The CLI's default is `SPIN_COUNT` in
 cli/main.py: of those that cost an idle machine little, the one that hurts least where a core is taken.
 """
 
