@@ -3,8 +3,8 @@
     python bench/spin_count.py [--repeats 3] [--output bench/results/cpu/spin_count.jsonl]
 
 Each run is a process of its own, since the setting is read when torch starts; settings alternate. The
-milliseconds are those of text encoding, sampling and VAE together. Linux only. The CLI's default is `SPIN_COUNT` in
-cli/main.py: of those that cost an idle machine little, the one that hurts least where a core is taken.
+milliseconds are those of text encoding, sampling and VAE together. Linux only. The CLI's default, SPIN_COUNT
+in cli/main.py, is one that costs an idle machine little and does not hurt much where a core is taken.
 """
 
 from __future__ import annotations
