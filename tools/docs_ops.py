@@ -24,7 +24,8 @@ budget and has passed its self-test.
     clearway ops check [OP]           run every case of every implementation, each in a process of its own
     clearway ops explain OP           what each case takes, and why not the others
 
-In Python: `with clearway.ops.contract.use(attention="math"): ...` takes the one named, or raises.
+In Python: `from clearway.ops import contract`; `with contract.use(attention="math"): ...` takes the one
+named, or raises.
 """
 
 EVIDENCE = """## What has been run where

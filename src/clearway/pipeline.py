@@ -20,7 +20,7 @@ from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
 from clearway.models import Model, UNetDenoiser, decode, load
 from clearway.ops.contract import recording
-from clearway.prompt import plan
+from clearway.prompt import plan, unbuilt
 from clearway.request import Request
 from clearway.result import Result, joined
 from clearway.types import OnEvent, PicturesDone, StepDone
@@ -54,6 +54,9 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
         # 1. the words: which text at which denoiser call, with which weights
         with clock.stage("prompt"):
             words = plan(request.prompt, request.negative_prompt)
+            unread = tuple(
+                f"{form} is not built yet: it was read as text" for form in unbuilt(request.prompt)
+            )
         # 2. what the network reads
         with clock.stage("text"):
             positive, negative = encode(
@@ -109,7 +112,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                     request=request,
                     timings_ms=dict(clock.timings_ms),
                     routes=dict(routes),
-                    notes=(note,) if note else (),
+                    notes=(*unread, *((note,) if note else ())),
                 )
             )
             if on_event:

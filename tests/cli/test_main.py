@@ -24,6 +24,14 @@ def test_a_bare_prompt_is_generate(given: list[str], meant: list[str]) -> None:
     assert main_module._with_command(given) == meant
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"), [("doctr", "doctor"), ("sampler", "samplers"), ("model", "models")]
+)
+def test_a_misspelt_command_draws_nothing(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    assert f"nearest: {meant}" in capsys.readouterr().err
+
+
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError

@@ -8,6 +8,7 @@ import torch
 import clearway
 from builders import tiny_sd1, tiny_sdxl
 from clearway.conditioning import encode
+from clearway.errors import RequestError
 from clearway.models import Model
 from clearway.prompt import plan
 
@@ -41,8 +42,10 @@ def test_clip_skip_is_an_earlier_layer_through_the_final_norm(sd1: Model) -> Non
     assert not torch.equal(first, second)
     norm = getattr(encoder, "text_model", encoder).final_layer_norm
     torch.testing.assert_close(second.mean(dim=-1), norm.bias.mean().expand(1, 77), atol=0.5, rtol=0)
-    deepest = context(sd1, "a red apple", clip_skip=12)
-    assert torch.isfinite(deepest).all()
+    layers = encoder.config.num_hidden_layers
+    assert torch.isfinite(context(sd1, "a red apple", clip_skip=layers)).all()
+    with pytest.raises(RequestError, match=f"clip_skip {layers + 1} is out of range"):
+        context(sd1, "a red apple", clip_skip=layers + 1)
 
 
 def test_windows_are_laid_end_to_end(sd1: Model) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import os
 import sys
@@ -91,6 +92,12 @@ def _with_command(given: list[str]) -> list[str]:
     """`generate` put in front of a bare prompt, also where its options come first."""
     if not given or given[0] in (*command_names(), "-h", "--help", "--version"):
         return given
+    word = given[0]
+    near = difflib.get_close_matches(word, command_names(), n=1, cutoff=0.75)
+    if near and not word.startswith("-"):
+        raise RequestError(
+            f"{word!r} is no command; nearest: {near[0]} (to draw it: clearway generate {word!r})"
+        )
     return ["generate", *given]
 
 

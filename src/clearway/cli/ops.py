@@ -103,9 +103,11 @@ def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
 
     results: list[dict[str, Any]] = []
     for op in ops:
-        for one in op.implementations:
-            if one.device not in (kind, "any"):
-                continue
+        mine = [one for one in op.implementations if one.device in (kind, "any")]
+        if not mine and not args.json:
+            others = ", ".join(f"{one.name} is for {one.device}" for one in op.implementations)
+            say(f"{op.name}: nothing to check on {kind}; {others}, and the reference is the yardstick")
+        for one in mine:
             row: dict[str, Any] = {"op": op.name, "implementation": one.name, "device": kind}
             reason = one.absent()
             if reason:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clearway.conditioning.emphasis import original
+from clearway.errors import RequestError
 from clearway.execution import Eager
 from clearway.models.model import Model
 from clearway.prompt import Window, windows
@@ -34,6 +35,7 @@ def encode(
     """The (positive, negative) conditioning of a plan: contexts (1, 77·windows, D) on the model's device.
 
     `width` and `height` in pixels are what SDXL is told the size is; `clip_skip` counts from 1 (SD 1.x only).
+    Raises RequestError for a clip_skip beyond the encoder's layers.
     """
     counted = Counter[str]() if routes is None else routes
     encoders = [
@@ -97,8 +99,12 @@ def _hidden(output: Any, encoder: Any, family: str, clip_skip: int) -> Tensor:
     if family == "sdxl":
         hidden = output.hidden_states[-2]
     elif family == "sd1" and clip_skip > 1:
-        states = output.hidden_states
-        chosen = states[-min(clip_skip, len(states) - 1)]
+        layers = len(output.hidden_states) - 1
+        if clip_skip > layers:
+            raise RequestError(
+                f"clip_skip {clip_skip} is out of range; this text encoder has {layers} layers"
+            )
+        chosen = output.hidden_states[-clip_skip]
         hidden = getattr(encoder, "text_model", encoder).final_layer_norm(chosen)
     else:
         hidden = output.last_hidden_state

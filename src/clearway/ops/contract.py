@@ -411,6 +411,10 @@ def use(**names: str) -> Iterator[None]:
 
     RequestError for an op or an implementation that does not exist.
     """
+    if not OPS.keys() >= names.keys():
+        import clearway.ops
+
+        clearway.ops.discover()
     for name, wanted in names.items():
         if name not in OPS:
             raise RequestError(f"op {name!r} is not known; nearest: {nearest(name, OPS)}")

@@ -2,6 +2,6 @@
 
 from clearway.prompt.chunks import Window, windows
 from clearway.prompt.grammar import parse
-from clearway.prompt.schedule import plan
+from clearway.prompt.schedule import plan, unbuilt
 
-__all__ = ["Window", "parse", "plan", "windows"]
+__all__ = ["Window", "parse", "plan", "unbuilt", "windows"]
