@@ -37,7 +37,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     Raises RequestError for an unknown sampler, schedule or option and UnavailableError for want of memory.
     """
     model = load(model) if isinstance(model, str) else model
-    request = check(_resolved(check(request), model))
+    request = _resolved(check(request), model)
     sampler, schedule = sampling.resolve(str(request.sampler), request.schedule)
     width, height, steps, cfg_scale = request.width, request.height, request.steps, request.cfg_scale
     assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open
@@ -155,12 +155,10 @@ def _infotext(request: Request, seed: int, model: Model, schedule: str, ngms_use
 
 def _resolved(request: Request, model: Model) -> Request:
     """The request with the model's defaults in it; RequestError naming the model where those do not exist."""
-    resolved = request.resolved(model.defaults)
     try:
-        check(resolved)
+        return check(request.resolved(model.defaults))
     except RequestError as error:
         raise RequestError(f"the defaults of model {model.name!r} do not fit: {error}") from error
-    return resolved
 
 
 def _given(request: Request, names: tuple[str, ...]) -> dict[str, float]:

@@ -27,9 +27,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not passed and not skipped:
         return
     interpreted = sum("interpreted_on_every_case" in nodeid for nodeid in passed)
-    compiled = any("compiles_for_each_target" in nodeid for nodeid in passed)
-    number = "all" if compiled else "none"
-    line = f"triton: {interpreted} implementations interpreted, {number} compiled for 5 targets"
+    line = f"triton: {interpreted} implementations interpreted"
+    if any("every_launch_compiles" in nodeid for nodeid in passed):
+        line += ", every distinct launch compiled for 5 targets"
+    elif any("compiles_for_each_target" in nodeid for nodeid in passed):
+        line += ", each kernel once compiled for 5 targets"
+    else:
+        line += ", none compiled"
+    line += ", none run on a device"
     if importlib.util.find_spec("triton") is None:
         line += f"; {len(skipped)} tests skipped, triton is not installed"
     terminalreporter.write_line(line)
