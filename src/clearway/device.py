@@ -258,7 +258,7 @@ def identity(kind: str) -> str:
         import importlib.metadata as metadata
 
         parts.append(torch.cuda.get_device_name(0))
-        parts.append(f"driver {torch._C._cuda_getDriverVersion()}")  # type: ignore[attr-defined]
+        parts.append(f"driver {_nvidia_driver()}")
         if importlib.util.find_spec("triton"):
             parts.append(f"triton {metadata.version('triton')}")
     elif kind == "mps":
@@ -266,3 +266,16 @@ def identity(kind: str) -> str:
     else:
         parts.append(_processor())
     return ", ".join(parts)
+
+
+def _nvidia_driver() -> str:
+    """The NVIDIA driver's version ("580.159.04") from the driver's own management library; else "unknown"."""
+    import ctypes
+
+    text = ctypes.create_string_buffer(96)
+    try:
+        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        failed = library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text))
+    except (OSError, AttributeError):
+        return "unknown"
+    return "unknown" if failed else text.value.decode("ascii", "replace")

@@ -28,6 +28,24 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """How a model's networks are run on this machine: the same arithmetic in another order or by other code.
+
+    `executor` is "eager", "compiled" or "cuda_graph"; `layout` "contiguous" or "channels_last"; `rows` says
+    whether guidance runs its halves "joined" as one batch or "separate". `ops` names the ops put in place of
+    the networks' own layers; `routes` are (op, implementation) pairs fixed for every call; `packed_qkv` makes
+    one projection of three.
+    """
+
+    executor: str = "eager"
+    layout: str = "contiguous"
+    rows: str = "joined"
+    ops: tuple[str, ...] = ()
+    routes: tuple[tuple[str, str], ...] = ()
+    packed_qkv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Defaults:
     """What a model's card or family says where a request is silent; sides in pixels."""
 

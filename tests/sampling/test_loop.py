@@ -261,6 +261,7 @@ def test_equal_sigmas_in_a_row_change_nothing(label: str, toy, start: torch.Tens
     assert bool(sample(label, toy, start * 5, once, noise=noise).isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("rng", ["device", "cpu"])
 def test_on_a_gpu_the_host_never_waits(label: str, device: str, rng: str, table: torch.Tensor, toy) -> None:

@@ -11,7 +11,7 @@ from clearway.device import Device
 from clearway.models.family import Family, Prediction
 from clearway.models.hashes import short_hash
 from clearway.models.tokenizer import Tokenizer
-from clearway.types import Defaults, Precision
+from clearway.types import Choices, Defaults, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,7 @@ class Model:
     device: Device
     precision: Precision
     notes: tuple[str, ...] = field(default=())
+    choices: Choices = Choices()
 
     @functools.cached_property
     def hash(self) -> str:

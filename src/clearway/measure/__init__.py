@@ -1,0 +1,1 @@
+"""Measuring: clocks, memory, pictures against a reference, records. It listens; the flow knows nothing of it."""
