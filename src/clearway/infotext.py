@@ -71,12 +71,14 @@ def parameters(
     schedule_label: str | None = None,
     precision: Precision | None = None,
     ngms_used: bool = False,
+    memory_budget_bytes: int | None = None,
     extras: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """What `build` writes of one picture of a resolved `request`, in the WebUI's order.
 
     `seed` is the picture's own, `schedule_label` the schedule that ran (else the request's), `ngms_used`
-    whether at least one negative call was skipped, `version` Clearway's ("0.1.0"). `extras` precede the
+    whether at least one negative call was skipped, `memory_budget_bytes` the budget where it decided a route,
+    `version` Clearway's ("0.1.0"). `extras` precede the
     dtypes. Source: behaviour of the WebUI v1.10.1; the dtypes are Clearway's own, written where they are
     not float32.
     """
@@ -103,6 +105,7 @@ def parameters(
         "Schedule rho": request.rho,
         "NGMS": request.ngms if ngms else None,
         "NGMS all steps": True if ngms and request.ngms_all_steps else None,
+        "Memory budget": memory_budget_bytes,
     }
     own = _dtypes(precision or Precision()) | {"Version": f"Clearway {version}"}
     twice = (extras or {}).keys() & (values.keys() | own.keys())
@@ -342,6 +345,7 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "Schedule rho": ("rho", _number),
     "NGMS": ("ngms", _number),
     "NGMS all steps": ("ngms_all_steps", _truth),
+    "Memory budget": ("memory_budget_bytes", _whole),
 }
 _DTYPES = {
     "Dtype": "unet",

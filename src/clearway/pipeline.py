@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from clearway.execution import Eager
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
 from clearway.models import Model, UNetDenoiser, decode, load
+from clearway.ops import budget, state
 from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
 from clearway.request import Request
@@ -49,6 +51,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     with (
         machine.tf32(model.device, model.precision.tf32),
         recording(routes),
+        budget.sampled(model.device, request.memory_budget_bytes) as memory,
         _memory_errors(request, model.device),
     ):
         # 1. the words: which text at which denoiser call, with which weights
@@ -107,12 +110,13 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                     images=images,
                     seeds=group,
                     infotexts=tuple(
-                        _infotext(request, seed, model, schedule, denoise.skipped > 0) for seed in group
+                        _infotext(request, seed, model, schedule, denoise.skipped > 0, memory)
+                        for seed in group
                     ),
                     request=request,
                     timings_ms=dict(clock.timings_ms),
                     routes=dict(routes),
-                    notes=(*unread, *((note,) if note else ())),
+                    notes=(*unread, *((note,) if note else ()), *state.losses()),
                 )
             )
             if on_event:
@@ -138,8 +142,11 @@ def check(request: Request) -> Request:
     return request
 
 
-def _infotext(request: Request, seed: int, model: Model, schedule: str, ngms_used: bool) -> str:
-    """The parameters of one picture as text."""
+def _infotext(
+    request: Request, seed: int, model: Model, schedule: str, ngms_used: bool, memory: budget.Sample
+) -> str:
+    """The parameters of one picture as text; the memory budget where it decided how attention ran."""
+    decided = memory.pinned or not math.isinf(memory.smallest_refused)
     values = infotext.parameters(
         request,
         seed=seed,
@@ -149,6 +156,7 @@ def _infotext(request: Request, seed: int, model: Model, schedule: str, ngms_use
         schedule_label=schedule,
         precision=model.precision,
         ngms_used=ngms_used,
+        memory_budget_bytes=int(memory.limit_bytes) if decided else None,
     )
     return infotext.build(request.prompt, request.negative_prompt, values)
 

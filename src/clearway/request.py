@@ -28,7 +28,8 @@ class Request:
     picture independent of its neighbours to the last bit. `ngms` > 0 skips negative guidance below that sigma
     on every other denoiser call, with `ngms_all_steps` on every one. `rng` is where noise is made: "GPU" (the
     device's own generator, the WebUI's default) or "CPU". `eta`, `s_noise`, `s_churn`, `s_tmin` and `s_tmax`
-    are the samplers' usual knobs; `sigma_min`, `sigma_max` and `rho` the schedules'.
+    are the samplers' usual knobs; `sigma_min`, `sigma_max` and `rho` the schedules'. `memory_budget_bytes`
+    pins what attention may hold at once, so that a repeat routes as before (None: by the memory that is free).
     Raises RequestError for values that no model could take.
     """
 
@@ -56,6 +57,7 @@ class Request:
     sigma_min: float | None = None
     sigma_max: float | None = None
     rho: float | None = None
+    memory_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt", "negative_prompt"):
@@ -69,6 +71,7 @@ class Request:
         _whole(self, "batch_size", 1, 10000)
         _whole(self, "clip_skip", 1, 12)
         _whole(self, "seed", -1, MAX_SEED)
+        _whole(self, "memory_budget_bytes", 1, 2**50)
         for name in ("width", "height"):
             _whole(self, name, 8, 16384)
         if (self.width or 8) % 8 or (self.height or 8) % 8:
@@ -130,7 +133,7 @@ def _to_eight(side: int) -> int:
 
 def _whole(request: Request, name: str, low: int, high: int) -> None:
     value = getattr(request, name)
-    if value is None and name in ("steps", "batch_size", "width", "height"):
+    if value is None and name in ("steps", "batch_size", "width", "height", "memory_budget_bytes"):
         return
     try:
         whole = operator.index(value)  # NumPy's integers too

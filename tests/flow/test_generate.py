@@ -325,3 +325,26 @@ def test_the_loop_never_waits_for_the_device(
     # the schedule on the CPU is read before the first step, however many steps there are; nothing else is
     assert set(calls) <= {"tolist"} and len(calls) == 2 * before_the_loop
     assert waits.found == []
+
+
+def test_a_memory_budget_that_decided_is_written_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the budget refused an implementation the picture carries it; elsewhere it does not."""
+    from clearway.ops import budget
+
+    request = clearway.Request(prompt="a red apple", steps=2, width=64, height=64, seed=1)
+    assert "Memory budget" not in clearway.generate(request, "embedded").infotexts[0]
+    seen: list[budget.Sample] = []
+
+    def watched(*args: object, **kwargs: object) -> budget.Sample:
+        seen.append(sample(*args, **kwargs))
+        seen[-1].admits(1e15)
+        return seen[-1]
+
+    sample = budget.sample
+    monkeypatch.setattr(budget, "sample", watched)
+    result = clearway.generate(request, "embedded")
+    assert len(seen) == 1  # once a generation
+    assert f"Memory budget: {int(seen[0].limit_bytes)}" in result.infotexts[0]
+    again = clearway.Request.from_infotext(result.infotexts[0])
+    clearway.generate(again, "embedded")
+    assert seen[1].pinned and seen[1].limit_bytes == int(seen[0].limit_bytes)

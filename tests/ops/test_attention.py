@@ -266,3 +266,15 @@ def test_large_cases_are_made_only_when_asked_for() -> None:
         args = selftest.made(attention, given) if not callable(given) else None
         assert callable(given) == name.startswith(("SD1.5", "SDXL", "VAE")), name
         assert args is None or selftest._is_small(attention, args), name
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_a_row_without_keys_gives_zeros(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    given = dict(cases())["a row without keys"]
+    args = tuple(arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in given)
+    q, k, v = (arg.to(dtype) for arg in args[:3])
+    out = attention(q, k, v, None, False, args[5])
+    assert out[..., 4, :].abs().max().item() == 0

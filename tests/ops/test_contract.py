@@ -236,6 +236,8 @@ def test_a_kernel_of_our_own_is_never_given_what_it_would_misread(monkeypatch: p
         assert op.route(needs).name == "kernel"
     assert op.route(even.as_subclass(Wrapped)).name == "first"
     assert op.route(torch.ones(0, 4)).name == "first"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert op.route(even).name == "first"
     assert torch.equal(torch.func.vmap(op)(torch.ones(5, 2, 4)), torch.ones(5, 2, 4) * 2)
     out = torch.func.jvp(lambda x: op(x), (even,), (even,))
     assert torch.equal(out[1], even * 2)

@@ -73,6 +73,12 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         help="a .safetensors file, a Diffusers folder, a name, a hub id (embedded)",
     )
     add("--device", metavar="NAME", help="auto, cuda, cuda:1, mps, xpu or cpu (auto)")
+    add(
+        "--memory-budget-bytes",
+        type=int,
+        metavar="N",
+        help="what attention may hold at once (by the memory that is free)",
+    )
     add("--dtype", metavar="TYPE", help="float32, float16 or bfloat16, for the UNet and the text encoders")
     add("--vae-dtype", metavar="TYPE", help="the VAE's")
     add("--text-encoder-dtype", metavar="TYPE", help="the text encoders'")

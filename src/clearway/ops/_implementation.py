@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from clearway.ops import budget
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", bool)
 _transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 
 Case = tuple[Any, ...]
@@ -26,8 +27,8 @@ Given = Case | Callable[[], Case]
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """How close to float64 an implementation stays: `factor` times eager's own error plus one ulp of the
-    largest value; or, where lower precision is the point, (rtol, atol) by dtype name."""
+    """How close to float64 an implementation stays: `factor` times eager's own error plus two ulps of the
+    largest value (eager is exact where softmax has one key; a kernel that divides by its sum is not); or, where lower precision is the point, (rtol, atol) by dtype name."""
 
     factor: float = 3.0
     tolerances: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -87,6 +88,8 @@ def refused(implementation: Implementation, args: Case) -> str | None:
     if not implementation.stock:
         if _transformed() or forward_ad._current_level >= 0:
             return "a transform of torch.func or forward differentiation is at work"
+        if _autocast():
+            return "torch.autocast is at work, which chooses dtypes operation by operation"
         device = args[0].device
         gradient = torch.is_grad_enabled() and not implementation.differentiable
         for arg in args:

@@ -57,7 +57,9 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     refusals=refusals,
     bytes_moved=lambda x, *_: 2 * x.nbytes,
     flops=lambda x, *_: 10 * x.numel(),
-    compile="inline",
+    # One node: H200, fp16, 0.020 ms for Flux at 1024 px against 0.035 from torch.compile, 0.032 against 0.061
+    # for SD3.5, with what precedes and follows it compiled apart (2026-11-29).
+    compile="opaque",
 )
 def adaln_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """layer_norm(x) * (1 + scale) + shift, contiguous. x (B, L, D), scale and shift (B, D)."""

@@ -124,13 +124,18 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "metal", "heads", (q, k[:, :1], v[:, :1], *rest)
     yield "flash", "float32", plain
     yield "flash", "mask", (q.half(), k.half(), v.half(), None, False, mask)
-    yield "flash", "heads of 264", tuple(inputs(1, 1, 8, 8, 264))
+    yield "flash", "heads of 264", _half(inputs(1, 1, 8, 8, 264))
     yield "cudnn", "float32", plain
-    yield "cudnn", "multiple of 8", tuple(inputs(1, 1, 8, 8, 20))
+    yield "cudnn", "multiple of 8", _half(inputs(1, 1, 8, 8, 20))
+    yield "cudnn", "mask", (q.half(), k.half(), v.half(), None, False, mask)
     yield "efficient", "float64", (q.double(), k.double(), v.double(), *rest)
     yield "efficient", "multiple of", tuple(inputs(1, 1, 8, 8, 18))
     yield "streaming", "axes", (q[0], k[0], v[0], *rest)
     yield "sdpa", "together", (*plain[:4], True, mask)
+
+
+def _half(case: Case) -> Case:
+    return tuple(arg.half() if isinstance(arg, Tensor) else arg for arg in case)
 
 
 def _size_class(q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, mask: Any) -> str:
@@ -208,7 +213,7 @@ for _kind in ("cuda", "cpu", "xpu"):
     attention.implementation(
         "sdpa",
         device=_kind,
-        refuse=attention_torch.refuse,
+        refuse=attention_torch.refuse_cuda if _kind == "cuda" else attention_torch.refuse,
         stock=True,
         peak=_peak,
         materialises=attention_torch.materialises,

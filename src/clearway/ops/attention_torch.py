@@ -28,6 +28,9 @@ MPS_OWN_SIZES = (32, 64, 72, 80, 96, 128, 256)
 """Heads with a Metal kernel of PyTorch's own from 2.13 on; others go through MPSGraph, which holds the
 scores."""
 
+CUDNN_MASK = "there is a mask, where cuDNN gives values to rows that read nothing (torch 2.11, H200)"
+"""0.988 instead of 0 in the case "a row without keys", float16 and bfloat16: bench/results/nvidia-h200."""
+
 PADDED: dict[tuple[str, int], int] = {}
 """(backend, head size) -> the size it is padded to with zeros, for heads that the backend refuses. An entry
 needs a measurement in which padding beats every implementation that takes the size as it is; there is none
@@ -59,6 +62,17 @@ def refuse(
     if is_causal and mask is not None:
         return "a mask together with is_causal; PyTorch takes one of them"
     return None
+
+
+def refuse_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, mask: Tensor | None
+) -> str | None:
+    """What PyTorch's own choice on CUDA would give to cuDNN and gets wrong there, unless the caller chose."""
+    if mask is not None and q.is_cuda and not is_causal and not restricted():
+        choice = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+        if choice == SDPBackend.CUDNN_ATTENTION.value:
+            return f"PyTorch would take cuDNN, and {CUDNN_MASK}"
+    return refuse(q, k, v, scale, is_causal, mask)
 
 
 def run_mps(
@@ -210,6 +224,8 @@ def _flash(q: Tensor, v: Tensor, size: int, is_causal: bool, mask: Tensor | None
 def _cudnn(q: Tensor, v: Tensor, size: int, is_causal: bool, mask: Tensor | None) -> str | None:
     if q.dtype not in HALF:
         return f"inputs are {_name(q)}, it takes float16 or bfloat16"
+    if mask is not None:
+        return CUDNN_MASK
     if size % 8 or v.shape[-1] % 8 or size > 256:
         return f"heads of {q.shape[-1]} and {v.shape[-1]}; it takes a multiple of 8 up to 128 (on Hopper 256)"
     if _needs_gradient(q, v):

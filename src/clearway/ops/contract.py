@@ -315,7 +315,7 @@ class Op:
         if implementation.device not in (kind, "any"):
             return f"it is for {implementation.device}, these are on {kind}"
         reason = implementation.absent() or state.disabled(self.name, implementation.name)
-        if reason or implementation.stock:
+        if reason:
             return reason
         known = state.known(implementation, kind)
         return None if known is None or known.sound else known.sentence()

@@ -17,7 +17,10 @@ from clearway.ops._layout import plane_strides
 from clearway.ops._triton import kernel, power_of_two, tl, warps
 
 TILE = 4096  # elements a program has in registers
-WHOLE = 2**15  # groups up to this size are one program's; not measured yet
+WHOLE, WHOLE_POSITIONS, WHOLE_PER_PROGRAM = 2**14, 256, 384
+"""One program a group, in one pass, where it beats two passes (H200, fp16, bench/results/nvidia-h200/
+group_norm_passes.jsonl): up to so many elements; channels-last only in planes of so many positions; contiguous
+also up to so many elements for each program that the launch has."""
 PROGRAMS = 1024  # at least so many for the moments of large groups, if there is work for them
 
 
@@ -223,7 +226,7 @@ def run(
     inner = x_strides[1] == 1 and size > 1  # channels lie next to each other
     shift_row = shift.stride(0) if shift is not None and shift.dim() == 2 else 0
     has = {"HAS_WEIGHT": weight is not None, "HAS_SHIFT": shift is not None}
-    if per_group * size <= WHOLE:
+    if _one_pass(per_group, size, batch * groups, inner):
         block_c, block_p = _tile(per_group, size, inner)
         unit = min(per_group & -per_group, 16)
         _group.launch(
@@ -268,6 +271,13 @@ def run(
         **tile,
     )
     return out
+
+
+def _one_pass(per_group: int, size: int, programs: int, inner: bool) -> bool:
+    """Whether a program a group is quicker than two passes over the image."""
+    if inner:
+        return per_group * size <= WHOLE and size <= WHOLE_POSITIONS
+    return per_group * size <= max(WHOLE, WHOLE_PER_PROGRAM * programs)
 
 
 def _tile(channels: int, size: int, inner: bool) -> tuple[int, int]:

@@ -337,7 +337,7 @@ def _difference(op: Op, out: Tensor, eager: Tensor, exact: Tensor) -> str:
     else:
         both = finite & eager.isfinite()
         own = (eager - exact)[both].abs().max().item() if both.any() else 0.0
-        budget = op.promise.factor * own + torch.finfo(dtype).eps * largest
+        budget = op.promise.factor * own + 2 * torch.finfo(dtype).eps * largest
     return "" if error <= budget else f"it is {error:.3g} from float64, and {budget:.3g} is allowed"
 
 
