@@ -29,7 +29,7 @@ class Request:
     on every other denoiser call, with `ngms_all_steps` on every one. `rng` is where noise is made: "GPU" (the
     device's own generator, the WebUI's default) or "CPU". `eta`, `s_noise`, `s_churn`, `s_tmin` and `s_tmax`
     are the samplers' usual knobs; `sigma_min`, `sigma_max` and `rho` the schedules'. `memory_budget_bytes`
-    pins what attention may hold at once, so that a repeat routes as before (None: by the memory that is free).
+    pins what attention may hold at once, so that a repeat routes as before (None: by what is free).
     Raises RequestError for values that no model could take.
     """
 

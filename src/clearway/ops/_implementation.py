@@ -28,7 +28,8 @@ Given = Case | Callable[[], Case]
 @dataclass(frozen=True, slots=True)
 class Promise:
     """How close to float64 an implementation stays: `factor` times eager's own error plus two ulps of the
-    largest value (eager is exact where softmax has one key; a kernel that divides by its sum is not); or, where lower precision is the point, (rtol, atol) by dtype name."""
+    largest value (eager is exact where softmax has one key; a kernel that divides by its sum is not); or,
+    where lower precision is the point, (rtol, atol) by dtype name."""
 
     factor: float = 3.0
     tolerances: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -19,8 +19,8 @@ from clearway.ops._triton import kernel, power_of_two, tl, warps
 TILE = 4096  # elements a program has in registers
 WHOLE, WHOLE_POSITIONS, WHOLE_PER_PROGRAM = 2**14, 256, 384
 """One program a group, in one pass, where it beats two passes (H200, fp16, bench/results/nvidia-h200/
-group_norm_passes.jsonl): up to so many elements; channels-last only in planes of so many positions; contiguous
-also up to so many elements for each program that the launch has."""
+group_norm_passes.jsonl): up to so many elements; channels-last only in planes of so many positions;
+contiguous also up to so many elements for each program that the launch has."""
 PROGRAMS = 1024  # at least so many for the moments of large groups, if there is work for them
 
 
