@@ -161,7 +161,8 @@ def interleave(
     of a round is shuffled by `seed`; the next round runs it backwards, so that no arm is favoured by its
     place. An arm gets the round's number from 0 (in warm-up: numbers from `rounds` on, so that nothing
     measured was seen before). `on_round` hears (rounds done, rounds). After `limit_s` seconds no further
-    round is begun, nor a warm-up after half of them; one round is always run.
+    round is begun; half of them are for warming up, in equal parts; one call and one round of each arm are
+    always run.
 
     An arm that raises becomes `Failed`; a stop by the user and a fault of the device itself are passed on.
     """
@@ -170,10 +171,10 @@ def interleave(
     begun, found = timer.now(), dict[str, Samples | Failed]()
     limit = math.inf if limit_s is None else limit_s
     warm: dict[str, list[float]] = {}
-    for name, arm in arms.items():
+    for place, (name, arm) in enumerate(arms.items(), 1):
         calls: list[float] = []
         while len(calls) < MOST_WARM_UPS and not _stable(calls):
-            if calls and timer.now() - begun > limit / 2:
+            if calls and timer.now() - begun > limit / 2 * place / len(arms):
                 break
             taken = _timed(name, arm, rounds + len(calls), timer, f"warm-up {len(calls) + 1}")
             if isinstance(taken, Failed):
@@ -216,7 +217,8 @@ def compare(a: Samples, b: Samples, floor: float) -> Comparison:
 
     The two-sided Wilcoxon signed-rank test at 5 % and its Hodges-Lehmann interval (`signed_rank` says what
     they assume). A difference is called only if the test finds one, the interval excludes 1 and the estimate
-    lies beyond `floor`, a |log ratio| as `noise_floor` gives it.
+    lies beyond `floor`, a |log ratio| as `noise_floor` gives it. With noise of 1 % and every 20th call 30 %
+    longer, a change of 2 % is found by 30 rounds in 96 of 100 simulated runs, by 40 in 99 (`tests/measure`).
     """
     if len(a.wall_s) != len(b.wall_s) or not a.wall_s:
         raise ValueError(f"{len(a.wall_s)} and {len(b.wall_s)} rounds cannot be paired")

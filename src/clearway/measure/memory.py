@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from clearway.device import Device
+from clearway.errors import one_line
 
 MOST_POINTS = 2000
 
@@ -37,10 +39,12 @@ class Meter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._begun = 0.0
+        self._mark = 0
 
     def __enter__(self) -> Meter:
         if self.device.kind in ("cuda", "xpu"):
             _backend(self.device).reset_peak_memory_stats(str(self.device))
+        self._mark = _high_water() if self.device.kind == "cpu" else 0
         self._begun = time.perf_counter()
         self._sample()
         self.baseline_bytes = self.timeline[0][1]
@@ -59,6 +63,8 @@ class Meter:
         self._thread.join()
         self._sample()
         self.driver_end_bytes = self.timeline[-1][1]
+        if self.device.kind == "cpu" and (mark := _high_water()) > self._mark:
+            self.driver_peak_bytes = max(self.driver_peak_bytes, mark)
         if self.device.kind in ("cuda", "xpu"):
             self.allocator_peak_bytes = _backend(self.device).max_memory_reserved(str(self.device))
             self.live_peak_bytes = _backend(self.device).max_memory_allocated(str(self.device))
@@ -76,7 +82,11 @@ class Meter:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self._sample()
+            try:
+                self._sample()
+            except Exception as error:  # the flow meets a fault of the device itself and tells it better
+                self.sources["driver"] += f"; stopped early: {one_line(error)}"
+                return
 
     def _sample(self) -> None:
         now = self._driver()
@@ -118,11 +128,20 @@ def _readers(device: Device, sources: dict[str, str]) -> tuple[Callable[[], int]
 
     process = psutil.Process()
     sources |= {
-        "driver": "psutil: resident set of this process, sampled",
+        "driver": "psutil: resident set of this process, sampled; the system's own peak where it rose",
         "allocator": "not told: torch has no allocator of its own on the CPU",
         "live": "not told on the CPU",
     }
     return lambda: int(process.memory_info().rss), None
+
+
+def _high_water() -> int:
+    """The most this process ever held resident, in bytes; 0 where the system (Windows) has no such call."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _backend(device: Device) -> Any:

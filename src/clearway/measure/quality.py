@@ -90,7 +90,8 @@ def difference_map(a: np.ndarray, b: np.ndarray, gain: int = 16) -> np.ndarray:
     """|a - b| times `gain`, clipped: uint8 of the pictures' shape; maps of the same gain can be compared."""
     _check_shapes(a.shape, b.shape)
     away = np.abs(a.astype(np.int32) - b.astype(np.int32)) * gain
-    return np.minimum(away, 255).astype(np.uint8)
+    clipped: np.ndarray = np.minimum(away, 255).astype(np.uint8)
+    return clipped
 
 
 def _blurred(x: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ class Record:
     comparisons: list[dict[str, Any]] = field(default_factory=list)
 
 
-_OBJECTS = ("provenance", "intended", "routes")
+_OBJECTS = ("provenance", "intended")
 _LEDGERS = ("throughput", "correctness", "memory")
 
 
@@ -85,7 +85,8 @@ def read(path: str | Path) -> list[Record]:
 
 def _record(line: bytes, where: str) -> Record:
     try:
-        found = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        found = json.loads(line.decode("utf-8-sig"), parse_constant=_number, parse_float=_number)
+        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON: {one_line(error)}") from error
     if not isinstance(found, dict):
@@ -120,6 +121,8 @@ def _fits(name: str, value: Any) -> bool:
         return value is None or isinstance(value, str)
     if name in _OBJECTS:
         return isinstance(value, dict)
+    if name == "routes":
+        return isinstance(value, dict) and all(type(count) is int for count in value.values())
     if name in _LEDGERS:
         return value is None or isinstance(value, dict)
     if name in ("operations", "comparisons"):
@@ -128,8 +131,12 @@ def _fits(name: str, value: Any) -> bool:
     return True
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
+def _number(text: str) -> float:
+    """`text` as a finite number; ValueError for NaN, Infinity and 1e999."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def _plain(value: Any) -> Any:

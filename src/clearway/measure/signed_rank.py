@@ -90,7 +90,7 @@ def critical_value(n: int, alpha: float = ALPHA) -> int:
     ranks = np.arange(1, n + 1)
     if n <= EXACT_UP_TO:
         below = np.cumsum(distribution(ranks)[::2])  # whole ranks: only every second half is possible
-        return int(np.searchsorted(below, alpha / 2 * (1 + 1e-12), side="right")) - 1
+        return int(np.searchsorted(below, alpha / 2, side="right")) - 1
     deviation = math.sqrt(float((ranks.astype(float) ** 2).sum())) / 2
     return math.floor(n * (n + 1) / 4 - 0.5 + NormalDist().inv_cdf(alpha / 2) * deviation)
 
