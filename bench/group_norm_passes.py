@@ -3,7 +3,8 @@
     python bench/group_norm_passes.py --output bench/results/<machine>/group_norm_passes.jsonl
 
 The shapes are those of SD 1.x and SDXL networks and of the VAE's decoder at 1024 pixels. Graph replays
-between events, the contenders in turns, inputs swept from the cache (ops_on_device.measure). One JSON line a shape.
+between events, the contenders in turns, inputs swept from the cache (ops_on_device.measure). One JSON line a
+shape.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 import hypothesis
 import pytest
 
+import evidence
+
 hypothesis.settings.register_profile("clearway", deadline=None)  # shared cores make any deadline luck
 hypothesis.settings.load_profile("clearway")
 
@@ -13,3 +15,9 @@ def _home(tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("CLEARWAY_HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("CLEARWAY_MODELS", raising=False)
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was interpreted, compiled, emulated and run in this run; "-" is what was not."""
+    for line in evidence.table():
+        terminalreporter.write_line(line.rstrip())

@@ -34,7 +34,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         line += ", each kernel once compiled for 5 targets"
     else:
         line += ", none compiled"
-    line += ", none run on a device"
     if importlib.util.find_spec("triton") is None:
         line += f"; {len(skipped)} tests skipped, triton is not installed"
     terminalreporter.write_line(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import evidence
 from clearway.ops import contract, selftest
 from clearway.ops._implementation import Case, able, same_layout
 from ops.registry import NAMES, OPS, in_dtype, outputs, refused, small, tensors, with_implementation
@@ -82,6 +83,25 @@ def test_routed_on_this_machine_is_sound(name: str, dtype: torch.dtype) -> None:
         args = in_dtype(given, dtype)
         implementation = op.route(*args)
         assert selftest.problem(op, implementation, args, routed=True) == "", case
+        evidence.note(name, implementation.name, "run on", "CPU")
+
+
+@every_op
+@pytest.mark.parametrize("dtype", selftest.DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_every_implementation_is_sound(name: str, dtype: torch.dtype, kind: str) -> None:
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = "CPU" if kind == "cpu" else torch.cuda.get_device_name()
+    op = OPS[name]
+    for implementation in (*op.implementations, op.reference):
+        if implementation.device not in (kind, "any") or implementation.absent() is not None:
+            continue
+        for case, given in small(op):
+            args = selftest._on(given, kind, dtype)
+            if refused(implementation, args) is None:
+                assert selftest.problem(op, implementation, args) == "", (implementation.name, case)
+                evidence.note(name, implementation.name, "run on", device)
 
 
 @every_op

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import evidence
 from clearway.ops import _triton, state
 from ops.mutants import MUTANTS
 from ops.registry import OPS, with_implementation
@@ -51,6 +52,7 @@ def test_interpreted_on_every_case(name: str, interpreted: list[dict[str, Any]])
     assert {line["dtype"] for line in mine} == {"torch.float32", "torch.float16", "torch.bfloat16"}
     assert [line for line in mine if line["problem"]] == []
     assert sum("with nan" in line["case"] for line in mine) == 3
+    evidence.note(name, "triton", "interpreted", "CPU")
 
 
 @needs_triton
@@ -72,6 +74,8 @@ def assert_compiled(found: list[dict[str, Any]]) -> None:
     assert {line["op"] for line in found} == set(OPS_WITH)
     assert {line["sm"] for line in found} == {80, 86, 89, 90, 120}
     assert [line for line in found if line["problem"]] == []
+    for line in found:
+        evidence.note(line["op"], "triton", "compiled", f"sm_{line['sm']}")
 
 
 @needs_triton
