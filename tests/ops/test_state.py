@@ -136,5 +136,33 @@ def test_the_tuned_table_holds_for_the_machine_it_was_measured_on(monkeypatch: p
     "choices", [None, [], {"stated": []}, {"stated": {"torch.float32|3": 7}}, {"stated": {}}]
 )
 def test_a_tuned_table_that_is_none_is_ignored(choices: object) -> None:
-    home.write_json({"identity": state.identity("cpu"), "choices": choices}, "tuned", "cpu.json")
+    content = {"identity": state.identity("cpu"), "sources": state.sources(), "choices": choices}
+    home.write_json(content, "tuned", "cpu.json")
     assert not state.tuned("stated", "cpu")
+
+
+def test_a_tuned_table_holds_for_its_source_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    state.store_tuned("cpu", {"stated": {"torch.float32|3": "one"}})
+    state.forget()
+    assert state.tuned_tables("cpu") == {"stated": {"torch.float32|3": "one"}}
+    state.forget()
+    monkeypatch.setattr(state, "sources", lambda: "a kernel was changed")
+    assert state.tuned("stated", "cpu") is None
+
+
+def test_tables_on_trial_stand_in_and_are_gone_afterwards() -> None:
+    state.store_tuned("cpu", {"stated": {"torch.float32|3": "one"}})
+    before = state.version()
+    with state.trying({"stated": {"torch.float32|3": "two"}}):
+        assert state.tuned("stated", "cpu") == {"torch.float32|3": "two"}
+        assert state.tuned("another", "cpu") is None
+        first = state.version()
+    with state.trying({}):
+        assert state.tuned("stated", "cpu") is None
+        assert state.version() not in (before, first)
+    with state.trying({"stated": {"torch.float32|3": "two"}}):
+        assert state.version() == first  # a graph captured in the first trial is good in this one
+    assert state.version() == before
+    assert state.tuned("stated", "cpu") == {"torch.float32|3": "one"}
+    state.forget()
+    assert state.tuned("stated", "cpu") == {"torch.float32|3": "one"}

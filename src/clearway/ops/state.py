@@ -4,19 +4,20 @@ A verdict is one file of verdicts/ in the state folder, named after the op, the 
 family and a digest of device, driver, torch, kernel language, sources and the self-test itself. A file that
 does not say just that, or not with its seal, is ignored and the implementation tested anew; each is written
 in one move, so that processes side by side never read half of one. The tuned table is tuned/<kind>.json:
-{"identity": …, "choices": {"<op>": {"<dtype>|<size class>": "<implementation>"}}}; it holds only for the
-identity (device, driver, torch, kernel language) it was measured with.
+{"identity": …, "sources": …, "choices": {"<op>": {"<dtype>|<size class>": "<implementation>"}}}; it holds
+only for the identity (device, driver, torch, kernel language) and the sources it was measured with.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     from clearway.ops.contract import Case, Implementation
 
+Tables = Mapping[str, Mapping[str, str]]
+"""Op -> "dtype|size class" -> implementation."""
+
 INSIDE = "CLEARWAY_SELFTEST"  # set in the self-test's own process, which must not start another
 _FIELDS = {"op": str, "implementation": str, "identity": str, "sound": bool, "reason": str, "date": str}
 
@@ -42,6 +46,7 @@ _digests: dict[tuple[Implementation, str], str] = {}
 _verdicts: dict[tuple[Implementation, str], Verdict] = {}
 _testing = threading.RLock()
 _trusting: ContextVar[bool] = ContextVar("clearway_trusting", default=False)
+_trial: ContextVar[tuple[int, Tables] | None] = ContextVar("clearway_trial", default=None)
 
 
 class BuildError(RuntimeError):
@@ -63,8 +68,12 @@ class Verdict:
 
 
 def version() -> int:
-    """Counts every change of what routes may be; captured graphs are keyed on it (`contract.route_key`)."""
-    return _version
+    """Changes with every change of what routes may be; graphs are keyed on it (`contract.route_key`).
+
+    A table on trial has a version of its own, the same whenever it is tried again.
+    """
+    trial = _trial.get()
+    return _version if trial is None else hash((_version, trial[0]))
 
 
 def changed() -> None:
@@ -103,19 +112,49 @@ def _say(op: str, implementation: str, reason: str) -> None:
         print(f"clearway: {op}/{implementation} is not used: {reason}", file=sys.stderr)
 
 
-def tuned(op: str, kind: str) -> dict[str, str] | None:
+def tuned(op: str, kind: str) -> Mapping[str, str] | None:
     """What was measured best for an op on this machine, by "dtype|size class"; None where nothing was."""
+    trial = _trial.get()
+    if trial is not None:
+        return trial[1].get(op)
+    return tuned_tables(kind).get(op)
+
+
+def tuned_tables(kind: str) -> dict[str, dict[str, str]]:
+    """The tuned tables of all ops on `kind`; empty where none was measured with this machine and source."""
     if kind not in _tuned:
         found = _stored("tuned", f"{kind}.json")
         choices = found.get("choices")
-        if not isinstance(choices, dict) or found.get("identity") != identity(kind):
+        measured = found.get("identity"), found.get("sources")
+        if not isinstance(choices, dict) or measured != (identity(kind), sources()):
             choices = {}
         _tuned[kind] = {
             str(name): {key: value for key, value in table.items() if isinstance(value, str)}
             for name, table in choices.items()
             if isinstance(table, dict)
         }
-    return _tuned[kind].get(op)
+    return _tuned[kind]
+
+
+@contextmanager
+def trying(tables: Tables) -> Iterator[None]:
+    """Within it these tables stand in for the tuned ones, in this context alone; nothing is stored."""
+    sign = json.dumps({op: dict(table) for op, table in tables.items()}, sort_keys=True)
+    token = _trial.set((hash(sign), tables))
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of everything in this folder: what was measured with another source is not believed."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def store_tuned(kind: str, choices: dict[str, dict[str, str]]) -> bool:
@@ -123,7 +162,8 @@ def store_tuned(kind: str, choices: dict[str, dict[str, str]]) -> bool:
     process)."""
     _tuned[kind] = choices
     changed()
-    return home.write_json({"identity": identity(kind), "choices": choices}, "tuned", f"{kind}.json")
+    content = {"identity": identity(kind), "sources": sources(), "choices": choices}
+    return home.write_json(content, "tuned", f"{kind}.json")
 
 
 def known(implementation: Implementation, kind: str, dtype: torch.dtype | None = None) -> Verdict | None:
