@@ -1,0 +1,241 @@
+"""What `clearway select` chose for a model on this machine: stored with its evidence, applied when it draws.
+
+A selection is one file of selected/ in the state folder, named after a digest of its key: device, driver,
+torch and kernel language, diffusers, the sources of ops, executors and accelerate, the model's family and the
+shapes of its parameters, its dtypes and the size class. Where any of these is another, there is none,
+and the model runs plainly. What changes pictures is kept apart, in adopted.json, by the model's path: it is
+there only if the user adopted it by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from clearway import home
+from clearway.models.model import Model
+from clearway.types import Choices, Precision
+
+if TYPE_CHECKING:
+    from clearway.request import Request
+
+FOLDER, ADOPTED = "selected", "adopted.json"
+SCHEMA = 1
+PACKAGE = Path(__file__).parents[1]
+SOURCES = ("ops/*", "execution/*.py", "guidance/*.py", "models/accelerate.py", "models/_*.py")
+
+_aside: ContextVar[bool] = ContextVar("clearway_chosen_aside", default=False)
+_ours: WeakKeyDictionary[Any, Choices] = WeakKeyDictionary()
+_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What the user adopted by name though it changes pictures: dtypes, and request fields left open."""
+
+    precision: Precision | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+def size_class(width: int, height: int) -> int:
+    """log2 of the pixels, rounded: 512 x 512 is 18, 512 x 768 to 768 x 768 are 19, 1024 x 1024 is 20."""
+    return round(math.log2(width * height))
+
+
+def key(model: Model, width: int, height: int) -> dict[str, Any]:
+    """Everything a selection depends on; sides in pixels."""
+    return {
+        **_machine(model.device.kind),
+        "family": model.family.name,
+        "parameters": _parameters(model),
+        "precision": asdict(model.precision),
+        "size_class": size_class(width, height),
+    }
+
+
+def find(model: Model, width: int, height: int) -> dict[str, Any] | None:
+    """The selection for pictures of this size, as `store` was given it; None where there is none."""
+    wanted = key(model, width, height)
+    return _sound(home.read_json(FOLDER, _name(wanted)), wanted)
+
+
+def store(model: Model, width: int, height: int, content: Mapping[str, Any]) -> bool:
+    """Keeps a selection: "choices" (as a dict), "batch_size" or None, and its evidence, JSON values.
+
+    False where the disk did not keep it.
+    """
+    made = key(model, width, height)
+    return home.write_json({**content, "schema": SCHEMA, "key": made}, FOLDER, _name(made))
+
+
+def forget(model: Model, width: int, height: int) -> bool:
+    """Deletes the selection for this size; False where there was none."""
+    target = home.path(FOLDER, _name(key(model, width, height)))
+    found = target.is_file()
+    target.unlink(missing_ok=True)
+    return found
+
+
+def outdated(model: Model, width: int, height: int) -> list[tuple[str, list[str]]]:
+    """Selections for this very model that do not hold: (date, what differs, a phrase each), newest first."""
+    wanted, found = key(model, width, height), []
+    for path in home.path(FOLDER).glob("*.json"):
+        content = home.read_json(FOLDER, path.name)
+        held = content.get("key")
+        if isinstance(held, dict) and held.get("parameters") == wanted["parameters"] and held != wanted:
+            differs = [
+                f"{name} was {held.get(name)} and is {value}"
+                for name, value in wanted.items()
+                if held.get(name) != value
+            ]
+            found.append((str(content.get("date", "")), differs))
+    return sorted(found, reverse=True)
+
+
+def applied(model: Model, width: int | None = None, height: int | None = None) -> Model:
+    """The model run as was chosen for pictures of this size (None: its default); as it is where nothing was.
+
+    Choices that a caller named are left alone. Modules are shared and changed: what was put in place here for
+    another size is taken away again.
+    """
+    held = _ours.get(model.unet)
+    if _aside.get() or model.choices not in (Choices(), held):
+        return model
+    found = find(model, width or model.defaults.width, height or model.defaults.height)
+    wanted = choices_from(found["choices"]) if found else Choices()
+    if wanted != (held or Choices()):
+        from clearway.models import accelerate
+
+        accelerate.apply(model, wanted)
+        _ours[model.unet] = wanted
+    return model if wanted == model.choices else replace(model, choices=wanted)
+
+
+def filled(request: Request, model: Model) -> Request:
+    """The request with the batch size that was chosen, where it leaves that open."""
+    if _aside.get() or request.batch_size is not None or request.exact_batch or request.count == 1:
+        return request
+    defaults = model.defaults
+    found = find(model, request.width or defaults.width, request.height or defaults.height)
+    size = found.get("batch_size") if found else None
+    return replace(request, batch_size=min(size, request.count)) if isinstance(size, int) else request
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Within it nothing that was chosen is used: for measuring, where each arm says itself how it runs."""
+    token = _aside.set(True)
+    try:
+        yield
+    finally:
+        _aside.reset(token)
+
+
+def adopted(path: Path, kind: str) -> Adopted:
+    """What was adopted for the model at `path` on devices of `kind`, on this machine as it is now."""
+    found = home.read_json(FOLDER, ADOPTED).get(f"{kind}:{path}")
+    if _aside.get() or not isinstance(found, dict) or found.get("machine") != _machine(kind):
+        return Adopted()
+    try:
+        named = found["precision"]
+        precision = Precision(**named) if named else None
+        return Adopted(precision, dict(found["request"]), tuple(found["names"]))
+    except (KeyError, TypeError, ValueError):
+        return Adopted()
+
+
+def adopt(
+    model: Model, name: str, precision: Mapping[str, Any] | None, request: Mapping[str, Any]
+) -> Adopted | None:
+    """Adds dtypes by part and request fields to what is adopted for the model; None if the disk refused."""
+    kind, before = model.device.kind, adopted(model.path, model.device.kind)
+    dtypes = before.precision or model.precision
+    after = Adopted(
+        replace(dtypes, **precision) if precision else before.precision,
+        {**before.request, **request},
+        tuple(dict.fromkeys((*before.names, name))),
+    )
+    content = {
+        "machine": _machine(kind),
+        "precision": asdict(after.precision) if after.precision else None,
+        "request": dict(after.request),
+        "names": list(after.names),
+    }
+    everything = home.read_json(FOLDER, ADOPTED) | {f"{kind}:{model.path}": content}
+    return after if home.write_json(everything, FOLDER, ADOPTED) else None
+
+
+def abandon(model: Model) -> tuple[str, ...]:
+    """Drops all that was adopted for the model on its device; the names."""
+    everything = home.read_json(FOLDER, ADOPTED)
+    found = everything.pop(f"{model.device.kind}:{model.path}", None)
+    if found is None:
+        return ()
+    home.write_json(everything, FOLDER, ADOPTED)
+    return tuple(found.get("names", ())) if isinstance(found, dict) else ()
+
+
+def choices_from(values: Mapping[str, Any]) -> Choices:
+    """Choices from their JSON; TypeError or ValueError where it is none."""
+    made = Choices(**values)
+    routes = tuple((str(op), str(implementation)) for op, implementation in made.routes)
+    return replace(made, ops=tuple(map(str, made.ops)), routes=routes)
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of every source file that decides how a network is run."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in SOURCES for path in PACKAGE.glob(pattern) if path.is_file()}):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _machine(kind: str) -> dict[str, Any]:
+    from clearway.ops import state
+
+    return {
+        "identity": state.identity(kind),
+        "diffusers": importlib.metadata.version("diffusers"),
+        "sources": sources(),
+    }
+
+
+def _parameters(model: Model) -> str:
+    """A digest of the names and shapes of all parameters: finetunes of one network share it."""
+    if model.unet not in _digests:
+        parts = {"unet": model.unet, "vae": model.vae}
+        parts |= {f"text{number}": part for number, part in enumerate(model.text_encoders)}
+        shapes = [
+            f"{label}.{name}{tuple(parameter.shape)}"
+            for label, part in parts.items()
+            for name, parameter in part.named_parameters()
+        ]
+        _digests[model.unet] = hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
+    return _digests[model.unet]
+
+
+def _name(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
+
+
+def _sound(content: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The content, if it is a selection for just this key."""
+    if content.get("schema") != SCHEMA or content.get("key") != wanted:
+        return None
+    try:
+        choices_from(content["choices"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return content

@@ -1,0 +1,152 @@
+"""What was chosen is found again on the machine, source and size it was chosen with, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from builders import tiny_sd1
+from clearway import home
+from clearway.models import Model, chosen, load
+from clearway.ops import state
+from clearway.request import Request
+from clearway.types import Choices, Precision
+
+FAST = Choices(layout="channels_last", ops=("geglu",), rows="separate")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sd1(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "home"))
+    return load(str(folder), device="cpu")
+
+
+def stored(model: Model, choices: Choices = FAST, **more: object) -> None:
+    assert chosen.store(model, 64, 64, {"choices": asdict(choices), **more})
+
+
+def test_a_selection_comes_back_for_its_size_class(model: Model) -> None:
+    stored(model, batch_size=2, evidence=[{"name": "x"}])
+    found = chosen.find(model, 64, 64)
+    assert found is not None and found["evidence"] == [{"name": "x"}]
+    assert chosen.choices_from(found["choices"]) == FAST
+    assert chosen.find(model, 72, 64) == found
+    assert chosen.find(model, 128, 64) is None
+
+
+@pytest.mark.parametrize("change", ["torch", "driver", "device", "sources", "diffusers"])
+def test_a_change_of_the_machine_or_a_source_ends_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    now = "cuda, torch 2.13.0, NVIDIA H200, driver 580.1, triton 3.5"
+    monkeypatch.setattr(state, "identity", lambda kind: now)
+    stored(model)
+    assert chosen.find(model, 64, 64)
+    after = {
+        "torch": now.replace("2.13.0", "2.14.0"),
+        "driver": now.replace("580.1", "581.0"),
+        "device": now.replace("H200", "L4"),
+    }.get(change, now)
+    monkeypatch.setattr(state, "identity", lambda kind: after)
+    if change == "sources":
+        monkeypatch.setattr(chosen, "sources", lambda: "a kernel was changed")
+    if change == "diffusers":
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99")
+    assert chosen.find(model, 64, 64) is None
+    ((_, differs),) = chosen.outdated(model, 64, 64)
+    assert len(differs) == 1 and " was " in differs[0]
+
+
+def test_another_dtype_or_other_shapes_are_another_model(model: Model) -> None:
+    stored(model)
+    assert chosen.find(replace(model, precision=Precision(vae="bfloat16")), 64, 64) is None
+    assert chosen.find(replace(model, unet=model.vae), 64, 64) is None
+
+
+def test_the_sources_are_those_that_decide_how_networks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ops/softmax.metal", "execution/eager.py", "models/accelerate.py", "models/_attention.py"):
+        assert (chosen.PACKAGE / name).is_file()
+        assert any((chosen.PACKAGE / name).match(pattern) for pattern in chosen.SOURCES)
+    (tmp_path / "ops").mkdir()
+    kernel = tmp_path / "ops" / "softmax.metal"
+    kernel.write_text("one")
+    monkeypatch.setattr(chosen, "PACKAGE", tmp_path)
+    before = chosen.sources.__wrapped__()
+    kernel.write_text("two")
+    assert chosen.sources.__wrapped__() != before
+
+
+@pytest.mark.parametrize("choices", [None, 3, {"executor": "eager", "magic": 1}, {"routes": [1]}])
+def test_a_file_that_holds_no_choices_is_ignored(model: Model, choices: object) -> None:
+    chosen.store(model, 64, 64, {"choices": choices})
+    assert chosen.find(model, 64, 64) is None
+    assert chosen.applied(model, 64, 64) is model
+
+
+def test_choices_are_applied_by_size_and_taken_away_again(model: Model) -> None:
+    assert chosen.applied(model, 64, 64) is model
+    stored(model)
+    fast = chosen.applied(model, 64, 64)
+    assert fast.choices == FAST
+    weight = model.unet.conv_in.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert chosen.applied(fast, 64, 64) is fast
+    assert chosen.applied(fast, 256, 256).choices == Choices()
+    assert weight.is_contiguous()
+    assert chosen.applied(model, 64, 64).choices == FAST  # the first object shares the modules
+
+
+def test_what_a_caller_named_and_what_is_measured_is_left_alone(model: Model) -> None:
+    stored(model)
+    named = replace(model, choices=Choices(rows="separate"))
+    assert chosen.applied(named, 64, 64) is named
+    with chosen.set_aside():
+        assert chosen.applied(model, 64, 64) is model
+
+
+def test_the_batch_size_fills_in_what_is_open(model: Model) -> None:
+    stored(model, batch_size=2)
+    request = Request(count=4, width=64, height=64)
+    assert chosen.filled(request, model).batch_size == 2
+    assert chosen.filled(replace(request, batch_size=3), model).batch_size == 3
+    assert chosen.filled(replace(request, exact_batch=True), model).batch_size is None
+    assert chosen.filled(replace(request, count=1), model).batch_size is None
+    assert chosen.filled(replace(request, width=256, height=256), model).batch_size is None
+
+
+def test_what_is_adopted_adds_up_and_ends_with_the_machine(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen.adopted(model.path, "cpu") == chosen.Adopted()
+    chosen.adopt(model, "VAE in bfloat16", {"vae": "bfloat16"}, {})
+    chosen.adopt(model, "NGMS 3", None, {"ngms": 3.0})
+    found = chosen.adopted(model.path, "cpu")
+    assert found.precision == Precision(vae="bfloat16") and found.request == {"ngms": 3.0}
+    assert found.names == ("VAE in bfloat16", "NGMS 3")
+    assert chosen.adopted(model.path, "cuda") == chosen.Adopted()
+    with chosen.set_aside():
+        assert chosen.adopted(model.path, "cpu") == chosen.Adopted()
+    with monkeypatch.context() as patch:
+        patch.setattr(chosen, "sources", lambda: "a kernel was changed")
+        assert chosen.adopted(model.path, "cpu") == chosen.Adopted()
+    assert chosen.abandon(model) == ("VAE in bfloat16", "NGMS 3")
+    assert chosen.abandon(model) == ()
+    assert chosen.adopted(model.path, "cpu") == chosen.Adopted()
+
+
+def test_forgetting_deletes_the_file(model: Model) -> None:
+    stored(model)
+    assert chosen.forget(model, 64, 64) is True
+    assert chosen.forget(model, 64, 64) is False
+    assert not list(home.path(chosen.FOLDER).glob("*.json"))
