@@ -1,0 +1,76 @@
+"""The comparisons of a record, computed anew from the rounds of both contenders where the file has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from clearway.measure import figures
+from clearway.measure.clock import Samples, compare
+from clearway.measure.figures import mapping, number
+from clearway.measure.groups import Entry, Group
+from clearway.measure.markup import shown
+from clearway.measure.signed_rank import ALPHA
+
+_MOST_ROUNDS = 2000  # the test takes memory with the square of the rounds
+
+
+def comparisons(group: Group, entry: Entry) -> list[dict[str, Any]]:
+    """Each comparison of an entry: its time over the other's, tested anew where the rounds of both are here.
+
+    The verdict is never more than interval, p-value and noise floor allow; `said` is the record's own row.
+    """
+    found = []
+    for given in figures.rows(entry.record.comparisons):
+        anew = _tested(entry, _peer(group, entry, given.get("against")), number(given.get("floor")))
+        told = anew or {
+            key: number(given.get(key)) for key in ("ratio", "low", "high", "floor", "n", "p_value")
+        }
+        if told["ratio"] is None:
+            continue
+        row = {**told, "against": shown(given.get("against", "")), "said": given, "anew": anew is not None}
+        row |= {"test": shown(given.get("test") or ""), "interval": (told["low"] or 0.0, told["high"])}
+        found.append({**row, "verdict": _verdict(told)})
+    return found
+
+
+def _peer(group: Group, entry: Entry, name: Any) -> Entry | None:
+    """The entry of the same run and scenario that a comparison names; None where not exactly one has it."""
+    found = [
+        other
+        for other in group.published()
+        if (other.run, other.record.scenario, other.record.contender)
+        == (entry.run, entry.record.scenario, name)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _tested(entry: Entry, peer: Entry | None, floor: float | None) -> dict[str, float | None] | None:
+    """The comparison computed anew from both's rounds; None where they cannot be paired."""
+    mine, others = (
+        figures.numbers(mapping(one.record.throughput).get("samples_s")) if one else ()
+        for one in (entry, peer)
+    )
+    if not 0 < len(mine) == len(others) <= _MOST_ROUNDS or min(*mine, *others) <= 0:
+        return None
+    made = [Samples(wall_s, None, wall_s[0], 0, True) for wall_s in (others, mine)]
+    found = compare(*made, floor=math.inf if floor is None else floor)
+    return {
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": None if math.isinf(found.high) else found.high,
+        "floor": floor,
+        "n": float(found.n),
+        "p_value": found.p_value,
+    }
+
+
+def _verdict(told: Mapping[str, float | None]) -> str:
+    """A difference only where interval and test find one and the ratio lies beyond the noise floor."""
+    middle, low, high, floor, p = (told[key] for key in ("ratio", "low", "high", "floor", "p_value"))
+    if middle is None or middle <= 0 or floor is None or abs(math.log(middle)) <= floor or (p or 0) > ALPHA:
+        return "no difference"
+    if high is not None and high < 1:
+        return "faster"
+    return "slower" if low is not None and low > 1 else "no difference"
