@@ -103,3 +103,10 @@ def test_nothing_is_wider_than_the_plot_or_not_a_number() -> None:
     drawn = Markup(drawn + plots.strips([("z", [0.0], 0.0, 0.0, 0.0)]) + plots.stages([]) + plots.forest([]))
     shares = [_share(each) for each in re.findall(r'(?:x|x1|x2|cx|width)="([^"]*%)"', drawn)]
     assert min(shares) >= 0 and max(shares) <= 1 and "nan" not in drawn and "inf" not in drawn
+
+
+def test_a_long_label_keeps_both_ends() -> None:
+    label = "clearway:executor=cuda_graph,layout=channels_last"
+    drawn = plots.strips([(label, [1.0], 1.0, 1.0, 1.0)])
+    (text,) = (each for each in _drawn(drawn).iter("text") if each.get("class") == "label")
+    assert text.text == "clearway:executor=…t=channels_last" and text[0].text == label

@@ -102,8 +102,12 @@ def test_rows_have_a_run_only_where_there_are_several() -> None:
     assert column(two, "run") == ["A", "A", "B", "B"]
 
 
-def test_operations_against_the_ceilings() -> None:
-    roofs = {**H200, "settings": {"ceilings": {"gb_per_s": 4000, "tflop_per_s": 800}}}
+@pytest.mark.parametrize(
+    "given",
+    [{"gb_per_s": 4000, "tflop_per_s": 800}, {"bytes_per_s": 4e12, "flops_per_s": 8e14, "dtype": "float16"}],
+)
+def test_operations_against_the_ceilings(given: dict) -> None:
+    roofs = {**H200, "settings": {"ceilings": given}}
     work = {
         "name": "geglu",
         "n": 7,

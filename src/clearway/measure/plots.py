@@ -15,6 +15,7 @@ from clearway.measure.markup import Markup, tag
 COLOURS = 8
 _ROW, _AXIS = 50, 26
 _MOST_POINTS = 600
+_LABEL = 34  # signs that leave room for the value on a narrow screen
 _RATIOS = (0.05, 0.1, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.99)
 
 
@@ -201,7 +202,10 @@ def _x(share: float) -> str:
 
 
 def _titled(label: str, words: str, top: float, kind: str = "value") -> list[Markup]:
-    return [_text(0, top + 15, label, "label"), _text(1, top + 15, words, f"{kind} end")]
+    short = label if len(label) <= _LABEL else f"{label[: _LABEL - 16]}…{label[-15:]}"
+    told = tag("title", label) if short != label else None
+    name = tag("text", short, told, x="0", y=top + 15, class_="label")
+    return [name, _text(1, top + 15, words, f"{kind} end")]
 
 
 def _text(x: float, y: float, words: str, kind: str) -> Markup:

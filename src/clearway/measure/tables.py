@@ -233,9 +233,15 @@ def _operations(group: Group, entry: Entry) -> list[Row]:
 
 
 def ceilings(entry: Entry) -> dict[str, float]:
-    """The measured ceilings of an entry's machine: gb_per_s and tflop_per_s, where the record has them."""
+    """The measured ceilings of an entry's machine: gb_per_s and tflop_per_s, where the record has them.
+
+    They stand in the settings as `ceilings`, named so or as a `Ceilings` has them.
+    """
     given = mapping(mapping(mapping(entry.record.provenance).get("settings")).get("ceilings"))
-    found = {key: number(given.get(key)) for key in ("gb_per_s", "tflop_per_s")}
+    found = {}
+    for key, other, scale in (("gb_per_s", "bytes_per_s", 1e9), ("tflop_per_s", "flops_per_s", 1e12)):
+        raw = number(given.get(other))
+        found[key] = number(given.get(key)) if raw is None else raw / scale
     return {key: value for key, value in found.items() if value is not None and value > 0}
 
 
