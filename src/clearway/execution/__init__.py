@@ -1,5 +1,8 @@
 """How a module's forward is run. Executors know no models: they run callables and count what ran."""
 
-from clearway.execution.eager import Eager
+from __future__ import annotations
 
-__all__ = ["Eager"]
+from clearway.execution.eager import Eager
+from clearway.execution.executor import EXECUTORS, executor, forget
+
+__all__ = ["EXECUTORS", "Eager", "executor", "forget"]

@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclass(slots=True)
 class Eager:
-    """Calls `module` and counts each call in `routes` as "<part>/eager"."""
+    """Calls `module` and counts each call in `routes` as "<part>/<name>"."""
 
     module: Callable[..., Any]
     part: str
     routes: Counter[str] = field(default_factory=Counter)
+    name: str = "eager"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.routes[f"{self.part}/eager"] += 1
+        self.routes[f"{self.part}/{self.name}"] += 1
         return self.module(*args, **kwargs)

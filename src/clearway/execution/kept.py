@@ -1,0 +1,161 @@
+"""What is computed once from a tensor that stays the same for many calls: cross-attention's keys and values.
+
+A value is kept while its source is the same object at the same version, and the weights it was made with are
+the same objects, at the same versions and addresses. So a change in place makes it anew, and it goes when its
+source does. Tensors made under inference_mode have no version: what reads them is kept only for a caller that
+promises not to change them in place. A weight changed through `.data` raises no version either; whoever does
+that between two calls with one source calls `forget`.
+Within a captured graph the source is the graph's own buffer: see `Frame`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Values = tuple[Tensor, ...]
+Sign = tuple[Any, ...]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _sign(tensors: Sequence[Tensor]) -> Sign:
+    return tuple((id(t), _version(t), t.data_ptr(), t.dtype) for t in tensors)
+
+
+def _tracked(tensors: Sequence[Tensor]) -> bool:
+    return not any(t.is_inference() for t in tensors)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    source: weakref.ref[Tensor]
+    sign: Sign
+    values: Values
+
+
+class Kept:
+    """Values of the last few sources; a copy of it, by deepcopy or pickle, starts empty."""
+
+    def __init__(self, limit: int = 4) -> None:
+        self.limit = limit
+        self._entries: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (self.limit,)
+
+    def __deepcopy__(self, memo: Any) -> Kept:
+        return Kept(self.limit)
+
+    def forget(self) -> None:
+        """Drops everything kept."""
+        self._entries.clear()
+
+    def get(
+        self, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values], promised: bool = False
+    ) -> Values:
+        """compute(), or what it gave before for this source and these weights.
+
+        `compute` reads `source` and `weights` alone. `promised`: nobody changes in place what has no version.
+        """
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(source.device.type):
+            return compute()
+        frame = _frame.get()
+        if frame is not None:
+            return frame.get(self, source, weights, compute)
+        if source.is_cuda and torch.cuda.is_current_stream_capturing():
+            return compute()  # somebody else's graph: what it reads must be made in it
+        if not promised and not _tracked((source, *weights)):
+            return compute()
+        sign = _sign((source, *weights))
+        for entry in self._entries:
+            if entry.source() is source:
+                if entry.sign == sign:
+                    return entry.values
+                self._entries.remove(entry)
+                break
+        values = compute()
+        del self._entries[: max(len(self._entries) + 1 - self.limit, 0)]
+        self._entries.append(_Entry(weakref.ref(source, self._drop), sign, values))
+        return values
+
+    def _drop(self, gone: weakref.ref[Tensor]) -> None:
+        self._entries = [entry for entry in self._entries if entry.source is not gone]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    weights: tuple[Tensor, ...]
+    sign: Sign
+    compute: Callable[[], Values]
+    values: Values
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """The values that one captured graph reads, in buffers of its own outside of it.
+
+    `sources` are the graph's static inputs. What is computed from one of them during warm-up is held here and
+    left out of the graph; `refresh` makes it anew, into the same buffers, when an input has changed.
+    """
+
+    sources: tuple[Tensor, ...]
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+
+    def get(
+        self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
+    ) -> Values:
+        if not any(source is one for one in self.sources):
+            return compute()  # made within the graph, so what reads it is too
+        key = (id(owner), id(source))
+        found = self.held.get(key)
+        if found is None:
+            if source.is_cuda and torch.cuda.is_current_stream_capturing():
+                return compute()  # not seen at warm-up: left in the graph
+            values = tuple(_buffer(value) for value in compute())
+            found = self.held[key] = _Held(tuple(weights), _sign(weights), compute, values)
+        return found.values
+
+    def refresh(self, changed: Sequence[Tensor] = (), *, everything: bool = False) -> int:
+        """Recomputes what is held for `changed` inputs, or for weights with another sign; how many."""
+        count = 0
+        for (_, source), held in self.held.items():
+            sign = _sign(held.weights)
+            if everything or sign != held.sign or any(id(one) == source for one in changed):
+                for buffer, value in zip(held.values, held.compute(), strict=True):
+                    buffer.copy_(value)
+                held.sign = sign
+                count += 1
+        return count
+
+
+def _buffer(value: Tensor) -> Tensor:
+    """A copy that may be written to in and out of inference_mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = torch.empty_like(value, requires_grad=False)
+    return buffer.copy_(value)
+
+
+_frame: ContextVar[Frame | None] = ContextVar("clearway_frame", default=None)
+
+
+@contextmanager
+def within(frame: Frame) -> Iterator[None]:
+    """Within it values are held by `frame` instead of being kept by source."""
+    token = _frame.set(frame)
+    try:
+        yield
+    finally:
+        _frame.reset(token)

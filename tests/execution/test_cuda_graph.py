@@ -1,0 +1,259 @@
+"""Captured graphs over a stand-in for CUDA's: keys, staleness, eviction, fallback and counts."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clearway.execution.cuda_graph import CudaGraph, Pool, TorchCapture
+from clearway.execution.kept import Kept
+from clearway.ops import budget, contract
+from clearway.ops.geglu import geglu
+
+
+class Recorder:
+    """Captures by keeping the call: a replay does it again, into the same output."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.warm_ups, self.captures = error, 0, 0
+
+    def absent(self, device: torch.device) -> str | None:
+        return None
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        for _ in range(times):
+            run()
+        self.warm_ups += times
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.captures += 1
+        if self.error is not None:
+            raise self.error
+        output, frame = run(), copy_context()  # the buffers that a real graph would have baked in
+
+        def replay() -> None:
+            fresh = frame.copy().run(uncounted, run)
+            for mine, new in zip(pytree.tree_leaves(output), pytree.tree_leaves(fresh), strict=True):
+                mine.copy_(new)
+
+        return replay, output
+
+
+def uncounted(run: Callable[[], Any]) -> Any:
+    """A graph on a device runs no Python, which alone counts ops."""
+    with contract.recording({}):
+        return run()
+
+
+class Network(nn.Module):
+    """x W + what is kept of the context, through one op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8, bias=False)
+        self.kept = Kept()
+        self.projections = 0
+
+    def forward(self, x: Tensor, *, context: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        def compute() -> tuple[Tensor]:
+            self.projections += 1
+            return (self.inner(context),)
+
+        (read,) = self.kept.get(context, [self.inner.weight], compute, promised=True)
+        return (geglu(self.inner(x) + read),)
+
+
+@pytest.fixture
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network().requires_grad_(False)
+
+
+def executor(network: Network, **options: Any) -> CudaGraph:
+    pool = options.pop("pool", None) or Pool(Recorder(options.pop("error", None)))
+    return CudaGraph(network, "unet", Counter(), pool, **options)
+
+
+def agree(run: CudaGraph, network: Network, x: Tensor, context: Tensor) -> None:
+    """The executor gives what the network gives."""
+    expected = geglu(network.inner(x) + network.inner(context))
+    torch.testing.assert_close(run(x, context=context)[0], expected, rtol=0, atol=0)
+
+
+def test_replays_follow_every_input_and_outputs_are_the_callers(network: Network) -> None:
+    run = executor(network)
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    first = run(x, context=context)[0]
+    before = first.clone()
+    agree(run, network, torch.randn(2, 4), context)
+    assert torch.equal(first, before)
+    context.mul_(2)  # in place: its version says so
+    agree(run, network, x, context)
+    agree(run, network, x, torch.randn(2, 4))
+    assert run.routes == {"unet/cuda_graph": 4}
+    assert (run.pool.captured, run.pool.backend.captures) == (1, 1)
+
+
+def test_what_is_kept_is_computed_for_another_context_alone(network: Network) -> None:
+    run = executor(network, promised=("context",))
+    with torch.inference_mode():
+        x, context, other = torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4)
+        agree(run, network, x, context)
+        made = network.projections
+        agree(run, network, torch.randn(2, 4), context)
+        assert network.projections == made
+        agree(run, network, x, other)
+        assert network.projections == made + 1
+
+
+def test_without_a_promise_what_has_no_version_is_always_new(network: Network) -> None:
+    run = executor(network)
+    with torch.inference_mode():
+        x, context = torch.randn(2, 4), torch.randn(2, 4)
+        agree(run, network, x, context)
+        context.mul_(3)
+        agree(run, network, x, context)
+
+
+@pytest.mark.parametrize("change", ["rows", "tokens", "dtype", "constant", "key", "route", "gradient mode"])
+def test_another_key_is_another_graph(network: Network, change: str) -> None:
+    pool = Pool(Recorder())
+    run = executor(network, pool=pool)
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    run(x, context=context)
+    if change == "rows":
+        run(torch.randn(1, 4), context=torch.randn(1, 4))
+    elif change == "tokens":
+        run(x[None], context=context[None])
+    elif change == "dtype":
+        network.double()
+        run(x.double(), context=context.double())
+    elif change == "constant":
+        run(x, context=context, return_dict=False)
+    elif change == "key":
+        executor(network, pool=pool, key="separate")(x, context=context)
+    elif change == "route":
+        with contract.use(geglu="reference"):
+            run(x, context=context)
+    else:
+        with torch.no_grad():
+            run(x, context=context)
+    assert pool.captured == 2
+
+
+def test_weights_in_place_are_seen_and_moved_ones_make_it_stale(network: Network) -> None:
+    run = executor(network)
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    agree(run, network, x, context)
+    network.inner.weight.mul_(2)
+    agree(run, network, x, context)
+    assert run.pool.captured == 1
+    network.inner.weight.data = torch.randn(8, 4)
+    agree(run, network, x, context)
+    network.inner = nn.Linear(4, 8, bias=False).requires_grad_(False)  # as an adapter that wraps it
+    agree(run, network, x, context)
+    assert (run.pool.captured, len(run.pool.graphs)) == (3, 1)
+
+
+def test_adapters_have_graphs_of_their_own(network: Network) -> None:
+    run = executor(network)
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    for scale in (1.0, 0.5, 1.0):
+        network.inner.scaling = {"style": scale}
+        run(x, context=context)
+    assert (run.pool.captured, len(run.pool.graphs)) == (2, 2)
+
+
+def test_the_least_recently_used_goes(network: Network) -> None:
+    run = executor(network, pool=Pool(Recorder(), limit=2))
+    inputs = {rows: (torch.randn(rows, 4), torch.randn(rows, 4)) for rows in (1, 2, 3)}
+    for rows in (1, 2, 1, 3, 1):
+        agree(run, network, *inputs[rows])
+    assert (run.pool.captured, run.pool.evicted, len(run.pool.graphs)) == (3, 1, 2)
+    agree(run, network, *inputs[2])
+    assert run.pool.captured == 4
+
+
+def test_a_graph_goes_where_memory_would_be_decided_otherwise(network: Network) -> None:
+    run = executor(network)
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    agree(run, network, x, context)
+    (graph,) = run.pool.graphs.values()
+    graph.sample.largest_admitted = graph.sample.limit_bytes
+    with budget.sampled(budget.Device("cpu"), graph.sample.limit_bytes / 2):
+        agree(run, network, x, context)
+    assert (run.pool.captured, run.pool.evicted) == (2, 1)
+
+
+def test_ops_are_counted_at_replays(network: Network) -> None:
+    routes: dict[str, int] = {}
+    run = executor(network)
+    with contract.recording(routes):
+        for _ in range(3):
+            run(torch.randn(2, 4), context=torch.randn(2, 4))
+    assert routes == {"geglu/reference": 3}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), "cannot be captured: operation"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "no memory for its graph"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(
+    network: Network, error: Exception, reason: str
+) -> None:
+    run = executor(network, error=error)
+    for _ in range(2):
+        agree(run, network, torch.randn(2, 4), torch.randn(2, 4))
+    assert run.routes == {"unet/eager": 2}
+    assert run.pool.backend.captures == 1  # tried once
+    assert [reason in told for told in run.pool.reasons] == [True]
+
+
+def test_other_errors_are_bugs(network: Network) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        executor(network, error=RuntimeError("an illegal memory access"))(
+            torch.ones(1, 4), context=torch.ones(1, 4)
+        )
+
+
+def test_arguments_that_are_not_captured(network: Network) -> None:
+    run = executor(network)
+    x = torch.randn(2, 4, requires_grad=True)
+    run(x, context=torch.randn(2, 4))[0].sum().backward()
+    assert x.grad is not None
+    with torch.autocast("cpu"):
+        run(torch.randn(2, 4), context=torch.randn(2, 4))
+    network._hf_hook = object()
+    run(torch.randn(2, 4), context=torch.randn(2, 4))
+    assert run.routes == {"unet/eager": 3}
+    assert len(run.pool.reasons) == 3
+
+
+def test_a_machine_without_cuda_says_so(network: Network) -> None:
+    run = executor(network, pool=Pool(TorchCapture()))
+    agree(run, network, torch.randn(2, 4), torch.randn(2, 4))
+    assert list(run.pool.reasons) == ["CUDA graphs are for CUDA devices, this is cpu"]
+
+
+@pytest.mark.cuda
+def test_on_a_device_a_replay_gives_what_the_network_gives(network: Network) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    network.cuda()
+    run = executor(network, pool=Pool(TorchCapture()), promised=("context",))
+    with torch.inference_mode():
+        for rows in (2, 4, 2):
+            context = torch.randn(rows, 4, device="cuda")
+            for _ in range(3):
+                x = torch.randn(rows, 4, device="cuda")
+                expected = geglu(network.inner(x) + network.inner(context))
+                torch.testing.assert_close(run(x, context=context)[0], expected)
+    assert run.routes == {"unet/cuda_graph": 9}

@@ -1,0 +1,97 @@
+"""What is kept is what would be computed anew: by identity and version, in a frame by content."""
+
+import copy
+import gc
+import pickle
+
+import torch
+from torch import nn
+
+from clearway.execution.kept import Frame, Kept, within
+
+
+class Doubling:
+    """compute() for a source and a weight, counting."""
+
+    def __init__(self, source: torch.Tensor, weight: torch.Tensor) -> None:
+        self.source, self.weight, self.calls = source, weight, 0
+
+    def __call__(self) -> tuple[torch.Tensor]:
+        self.calls += 1
+        return (self.source * self.weight,)
+
+
+def test_the_same_source_is_computed_once_and_a_change_in_place_again() -> None:
+    kept, source, weight = Kept(), torch.ones(3), torch.full((3,), 2.0)
+    made = Doubling(source, weight)
+    for _ in range(2):
+        assert torch.equal(kept.get(source, [weight], made)[0], torch.full((3,), 2.0))
+    assert made.calls == 1
+    source[:2].add_(1)  # through a view
+    assert torch.equal(kept.get(source, [weight], made)[0], torch.tensor([4.0, 4.0, 2.0]))
+    weight.mul_(2)
+    assert torch.equal(kept.get(source, [weight], made)[0], torch.tensor([8.0, 8.0, 4.0]))
+    assert (made.calls, len(kept)) == (3, 1)
+
+
+def test_another_source_or_weight_is_another_value() -> None:
+    kept, weight = Kept(), nn.Parameter(torch.ones(2), requires_grad=False)
+    one, other = torch.zeros(2), torch.ones(2)
+    assert kept.get(one, [weight], Doubling(one, weight))[0].sum() == 0
+    assert kept.get(other, [weight], Doubling(other, weight))[0].sum() == 2
+    weight.data = torch.full((2,), 3.0)  # as Module.to does
+    assert kept.get(other, [weight], Doubling(other, weight))[0].sum() == 6
+
+
+def test_values_go_with_their_source_and_never_grow_beyond_the_limit() -> None:
+    kept, weight = Kept(limit=2), torch.ones(1)
+    sources = [torch.full((1,), float(value)) for value in range(5)]
+    for source in sources:
+        kept.get(source, [weight], Doubling(source.clone(), weight))
+    assert len(kept) == 2
+    del source, sources
+    gc.collect()
+    assert len(kept) == 0
+
+
+def test_without_versions_it_needs_a_promise() -> None:
+    kept, weight = Kept(), torch.ones(1)
+    with torch.inference_mode():
+        source = torch.ones(1)
+        made = Doubling(source, weight)
+        kept.get(source, [weight], made)
+        kept.get(source, [weight], made)
+        assert made.calls == 2
+        kept.get(source, [weight], made, promised=True)
+        kept.get(source, [weight], made, promised=True)
+        assert made.calls == 3
+
+
+def test_autocast_keeps_nothing_and_copies_start_empty() -> None:
+    kept, source, weight = Kept(), torch.ones(1), torch.ones(1)
+    made = Doubling(source, weight)
+    with torch.autocast("cpu"):
+        kept.get(source, [weight], made)
+    assert len(kept) == 0
+    kept.get(source, [weight], made)
+    assert [len(copied) for copied in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept)))] == [0, 0]
+    kept.forget()
+    assert len(kept) == 0
+
+
+def test_a_frame_holds_buffers_that_refresh_fills_again() -> None:
+    kept, source, weight = Kept(), torch.ones(2), torch.ones(2)
+    frame, made = Frame((source,)), Doubling(source, weight)
+    with within(frame):
+        (first,) = kept.get(source, [weight], made)
+        (again,) = kept.get(source, [weight], made)
+        assert first is again
+        inside = source * 5  # made in the graph: so is what reads it
+        assert kept.get(inside, [weight], Doubling(inside, weight))[0].sum() == 10
+    source.fill_(7)
+    assert frame.refresh() == 0
+    assert frame.refresh([source]) == 1
+    assert first.sum() == 14
+    weight.fill_(2)
+    assert frame.refresh() == 1
+    assert (first.sum(), len(kept)) == (28, 0)
