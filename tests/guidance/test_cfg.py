@@ -30,13 +30,15 @@ def conditioning(value: float, windows: int = 1, pooled: bool = False) -> Condit
 X = torch.randn(3, 4, 2, 2, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("rows", ["joined", "separate"])
 @pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_the_formula_whether_batched_or_not(windows: int, pooled: bool) -> None:
+def test_the_formula_whether_batched_or_not(windows: int, pooled: bool, rows: str) -> None:
     network = Network()
-    guided = Guided(network, conditioning(2.0, windows, pooled), conditioning(0.5, 1, pooled), 3.0)
+    cond, uncond = conditioning(2.0, windows, pooled), conditioning(0.5, 1, pooled)
+    guided = Guided(network, cond, uncond, 3.0, rows=rows)
     torch.testing.assert_close(guided(X, 1.0), X * (0.5 + 3.0 * (2.0 - 0.5)))
-    assert network.rows == ([6] if windows == 1 else [3, 3])
+    assert network.rows == ([6] if windows == 1 and rows == "joined" else [3, 3])
 
 
 def test_scale_one_needs_no_uncond() -> None:

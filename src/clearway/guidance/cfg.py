@@ -15,8 +15,9 @@ from clearway.types import Conditioning, Denoiser, Embedding
 class Guided:
     """A Denoise: (x (B, C, h, w), sigma) -> denoised, with both conditionings and the scale bound.
 
-    It counts denoiser calls itself (`calls`), since conditionings are timed by them. Both halves run as one
-    batch of 2B rows where their lengths agree, else one after the other. A call that `skip` names runs B rows
+    It counts denoiser calls itself (`calls`), since conditionings are timed by them. With `rows` "joined"
+    both halves run as one batch of 2B rows where their lengths agree, else, and with "separate", one after
+    the other. A call that `skip` names runs B rows
     and returns cond alone (`skipped` counts them); so does every call at cfg_scale 1, where uncond cancels.
     """
 
@@ -25,6 +26,7 @@ class Guided:
     negative: Conditioning
     cfg_scale: float
     skip: Skip | None = None
+    rows: str = "joined"
     calls: int = 0
     skipped: int = 0
     _rows: dict[tuple[int, ...], tuple[tuple[Embedding, ...], Embedding]] = field(default_factory=dict)
@@ -39,7 +41,7 @@ class Guided:
             self.skipped += 1
             return self.denoiser(x, sigma, self._batch(x.shape[0], cond))
         uncond = self.negative.at(call)
-        if cond.context.shape[1] == uncond.context.shape[1]:
+        if self.rows == "joined" and cond.context.shape[1] == uncond.context.shape[1]:
             both = self.denoiser(torch.cat([x, x]), sigma, self._batch(x.shape[0], cond, uncond))
             with_cond, without = both.chunk(2)
         else:
