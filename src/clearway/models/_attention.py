@@ -1,0 +1,150 @@
+"""The attention processor that is put in place of Diffusers' AttnProcessor2_0: the same steps through ops.
+
+Cross-attention's keys and values are computed once per context (execution/kept.py), a self-attention's three
+projections can be one (`packed`). Source: diffusers 0.36 to 0.42.1, models/attention_processor.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clearway.execution.kept import Kept
+from clearway.models._bound import needs_gradient, plain, plain_weight
+from clearway.ops.attention import attention
+
+
+class Processor:
+    """Stands in for `stock`, which it keeps for gradients and for `restore`.
+
+    `kept`: keys and values of a context are kept; `promised`: nobody changes a context in place that was made
+    under inference_mode; `packed`: query, key and value are one projection where they read one input.
+    """
+
+    def __init__(self, stock: Any, kept: bool, promised: bool, packed: bool) -> None:
+        self.stock, self.promised, self.packed = stock, promised, packed
+        self.kept = Kept() if kept else None
+        self._one: tuple[Tensor, Tensor | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_one": None}  # made again from the copy's own weights
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        x, context = hidden_states, encoder_hidden_states
+        if args or kwargs or needs_gradient(attn, x) or refuse(attn):
+            other: Tensor = self.stock(attn, x, context, attention_mask, temb, *args, **kwargs)
+            return other
+        image = x.shape if x.dim() == 4 else None
+        if image:
+            x = x.flatten(2).transpose(1, 2)
+        if attn.group_norm is not None:
+            x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+        batch, heads = x.shape[0], attn.heads
+        mask = attention_mask
+        if mask is not None:
+            tokens = x.shape[1] if context is None else context.shape[1]
+            mask = attn.prepare_attention_mask(mask, tokens, batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
+        q, k, v = (
+            part.view(part.shape[0], -1, heads, part.shape[-1] // heads).transpose(1, 2)
+            for part in self._projected(attn, x, context)
+        )
+        out: Tensor = attention(q, k, v, None, False, mask)
+        out = out.transpose(1, 2).reshape(batch, -1, q.shape[-1] * heads)
+        out = attn.to_out[1](attn.to_out[0](out))
+        if image:
+            out = out.transpose(1, 2).reshape(image)
+        if attn.residual_connection:
+            out = out + hidden_states
+        factor: float = attn.rescale_output_factor
+        return out if factor == 1.0 else out / factor
+
+    def _projected(self, attn: Any, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (B, L, N E) each."""
+        if context is None:
+            if self.packed and refuse_packed(attn) is None:
+                weight, bias = self._packed(attn)
+                q, k, v = F.linear(x, weight, bias).chunk(3, dim=-1)
+                return q, k, v
+            return attn.to_q(x), attn.to_k(x), attn.to_v(x)
+        read = context
+
+        def compute() -> tuple[Tensor, Tensor]:
+            return attn.to_k(read), attn.to_v(read)
+
+        if self.kept is None or not (_ordinary(attn.to_k) and _ordinary(attn.to_v)):
+            return attn.to_q(x), *compute()
+        weights = [*attn.to_k.parameters(), *attn.to_v.parameters()]
+        k, v = self.kept.get(context, weights, compute, self.promised)
+        return attn.to_q(x), k, v
+
+    def _packed(self, attn: Any) -> tuple[Tensor, Tensor | None]:
+        """The three weights as one tensor, of which they are views: in memory once, changes in place seen."""
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if self._one is None or not (_are_parts(weights, self._one[0]) and _are_parts(biases, self._one[1])):
+            with torch.inference_mode(False), torch.no_grad():
+                self._one = _joined(weights), None if biases[0] is None else _joined(biases)
+        return self._one
+
+    def unpack(self, attn: Any) -> None:
+        """Gives the three weights memory of their own again."""
+        if self._one is None:
+            return
+        for layer in (attn.to_q, attn.to_k, attn.to_v):
+            for parameter in getattr(layer, "base_layer", layer).parameters(recurse=False):
+                parameter.data = parameter.data.clone()
+        self._one = None
+
+
+def _are_parts(parts: list[nn.Parameter], whole: Tensor | None) -> bool:
+    if whole is None:
+        return parts[0] is None
+    views = zip(parts, whole.chunk(3), strict=True)
+    return all(part.dtype == view.dtype and part.data_ptr() == view.data_ptr() for part, view in views)
+
+
+def _joined(parts: list[nn.Parameter]) -> Tensor:
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.chunk(3), strict=True):
+        part.data = view
+    return whole
+
+
+def _ordinary(layer: Any) -> bool:
+    return plain(layer, nn.Linear) and plain_weight(layer.weight)
+
+
+def refuse(attn: Any) -> str | None:
+    """Why this attention is not computed by `Processor`; asked of each call, since adapters come and go."""
+    if attn.spatial_norm is not None or attn.norm_cross is not None:
+        return "it norms its inputs by others"
+    if attn.norm_q is not None or attn.norm_k is not None:
+        return "it norms queries and keys"
+    if attn.to_out is None or attn.to_k is None or attn.added_kv_proj_dim is not None:
+        return "it projects more, or less, than queries, keys, values and its output"
+    return None
+
+
+def refuse_packed(attn: Any) -> str | None:
+    """Why the three projections are not made one."""
+    layers = (attn.to_q, attn.to_k, attn.to_v)
+    if attn.is_cross_attention:
+        return "its keys come from elsewhere"
+    if not all(_ordinary(layer) for layer in layers):
+        return "a projection is wrapped, quantised or hooked"
+    if len({(layer.weight.shape, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+        return "its projections differ in shape"
+    return None

@@ -1,0 +1,65 @@
+"""A module's forward, put in place at that instance and taken away again; what must be so for that.
+
+`module.forward = Bound(run, module)` shadows the class's forward for one module: no class is changed, hooks
+and `__call__` stay as they are, and state_dict knows nothing of it. deepcopy and pickle take it along.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Bound(functools.partial[Any]):
+    """`Bound(run, module)`: `run(module, *args)` in place of the forward of the module's class.
+
+    A partial, so that torch.compile sees `run` itself: one frame of Python's for all kinds would share one
+    cache of compiled code, and its limit.
+    """
+
+    def give_way(self) -> None:
+        """From now on the class's own forward runs, for somebody who still holds this."""
+        self.__setstate__((own, self.args, {}, None))  # type: ignore[attr-defined]
+
+
+def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the module's class does."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def needs_gradient(module: nn.Module, x: Tensor) -> bool:
+    """Whether this call may have to be differentiated."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
+
+
+def plain(module: Any, kind: type[nn.Module]) -> bool:
+    """Whether a module is exactly of a class and nobody listens to it or stands in its place.
+
+    Only such a one may be computed without being called.
+    """
+    return (
+        type(module) is kind
+        and "forward" not in module.__dict__
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and module._compiled_call_impl is None
+    )
+
+
+def occupied(module: nn.Module) -> str | None:
+    """Why this module's forward is somebody else's already."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced (offloading, or somebody's own)"
+    if module._compiled_call_impl is not None:
+        return "it is compiled"
+    return None
+
+
+def plain_weight(weight: Any) -> bool:
+    """Whether a weight is an ordinary floating-point tensor: not quantised, not a class of its own."""
+    return type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.is_floating_point()

@@ -1,0 +1,142 @@
+"""The forwards that are put in place: what Diffusers' classes compute, in the same order, through ops.
+
+Each takes what its class's forward takes and hands over to it where a gradient is needed or a part that it
+would pass by was meanwhile replaced, hooked or wrapped. Convolutions, linear layers and attentions are called
+as modules, so LoRA, quantisation and hooks on them work as before.
+Source: diffusers 0.36 to 0.42.1, models/resnet.py, attention.py, activations.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clearway.models._bound import needs_gradient, own, plain
+from clearway.ops.geglu import geglu
+from clearway.ops.group_norm_silu import group_norm_silu
+from clearway.ops.layer_norm import layer_norm
+
+
+def _norm(norm: nn.GroupNorm, x: Tensor, shift: Tensor | None = None, activation: bool = True) -> Tensor:
+    out: Tensor = group_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, shift, activation)
+    return out
+
+
+def resnet(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """ResnetBlock2D: both norms with their SiLU, the time embedding added inside the second."""
+    if args or kwargs or needs_gradient(block, input_tensor) or refuse_resnet(block):
+        return own(block, input_tensor, temb, *args, **kwargs)
+    h = _norm(block.norm1, input_tensor)
+    resize = block.upsample if block.upsample is not None else block.downsample
+    if resize is not None:
+        if block.upsample is not None and h.shape[0] >= 64:  # as Diffusers does (its issue 984)
+            input_tensor, h = input_tensor.contiguous(), h.contiguous()
+        input_tensor, h = resize(input_tensor), resize(h)
+    h = block.conv1(h)
+    shift = None  # the VAE's blocks add none
+    if block.time_emb_proj is not None and temb is not None and block.time_embedding_norm == "default":
+        shift = block.time_emb_proj(temb if block.skip_time_act else F.silu(temb))
+    h = block.conv2(block.dropout(_norm(block.norm2, h, shift)))
+    if block.conv_shortcut is not None:
+        input_tensor = block.conv_shortcut(input_tensor)
+    out = input_tensor + h
+    return out if block.output_scale_factor == 1.0 else out / block.output_scale_factor
+
+
+def refuse_resnet(block: Any) -> str | None:
+    """Why this block's norms cannot be taken together with what is around them."""
+    if block.time_embedding_norm == "scale_shift":
+        return "its time embedding scales too"
+    if not plain(block.nonlinearity, nn.SiLU):
+        return f"its activation is {type(block.nonlinearity).__name__}, or hooked"
+    if not (plain(block.norm1, nn.GroupNorm) and plain(block.norm2, nn.GroupNorm)):
+        return "one of its norms is no plain GroupNorm, or hooked"
+    return None
+
+
+def transformer(
+    block: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    timestep: Any = None,
+    cross_attention_kwargs: dict[str, Any] | None = None,
+    class_labels: Any = None,
+    added_cond_kwargs: Any = None,
+) -> Any:
+    """BasicTransformerBlock: each residual addition inside the LayerNorm that follows it."""
+    x, given = hidden_states, dict(cross_attention_kwargs or {})
+    if x.dim() != 3 or "gligen" in given or needs_gradient(block, x) or refuse_transformer(block):
+        return own(
+            block,
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            timestep,
+            cross_attention_kwargs,
+            class_labels,
+            added_cond_kwargs,
+        )
+    normed, _ = _layer_norm(block.norm1, x, None)
+    context = encoder_hidden_states if block.only_cross_attention else None
+    out = block.attn1(normed, encoder_hidden_states=context, attention_mask=attention_mask, **given)
+    if block.attn2 is not None:
+        normed, x = _layer_norm(block.norm2, out, x)
+        out = block.attn2(
+            normed,
+            encoder_hidden_states=encoder_hidden_states,
+            attention_mask=encoder_attention_mask,
+            **given,
+        )
+    normed, x = _layer_norm(block.norm3, out, x)
+    return block.ff(normed) + x
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
+    return out
+
+
+def refuse_transformer(block: Any) -> str | None:
+    """Why this block's norms cannot take its residual additions."""
+    if block.norm_type != "layer_norm":
+        return f"norm_type is {block.norm_type!r}"
+    if block.pos_embed is not None:
+        return "it adds positions after its norms"
+    if block._chunk_size is not None:
+        return "its feed-forward is chunked"
+    norms = (block.norm1, block.norm3) if block.attn2 is None else (block.norm1, block.norm2, block.norm3)
+    if not all(plain(norm, nn.LayerNorm) for norm in norms):
+        return "one of its norms is no plain LayerNorm, or hooked"
+    return None
+
+
+def gated(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """GEGLU after its projection."""
+    if args or kwargs or needs_gradient(layer, hidden_states):
+        return own(layer, hidden_states, *args, **kwargs)
+    return geglu(layer.proj(hidden_states))
+
+
+def group_norm(norm: Any, x: Tensor) -> Any:
+    """A GroupNorm that no SiLU follows."""
+    if x.dim() < 3 or needs_gradient(norm, x):
+        return own(norm, x)
+    return _norm(norm, x, activation=False)
+
+
+def last_norm(norm: Any, x: Tensor) -> Any:
+    """conv_norm_out with the SiLU of conv_act, which `nothing` then leaves out."""
+    if needs_gradient(norm, x):
+        return own(norm, x)
+    return _norm(norm, x)
+
+
+def nothing(activation: Any, x: Tensor) -> Any:
+    """conv_act after `last_norm`: done already, unless a gradient made that hand over."""
+    return own(activation, x) if torch.is_grad_enabled() and x.requires_grad else x

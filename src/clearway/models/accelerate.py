@@ -1,0 +1,276 @@
+"""accelerate(target): routed ops in place of the layers of a Diffusers pipeline, a module of it, or a Model.
+
+What is put in place is put at instances, never at classes: a forward, or an attention processor where the
+module has a stock one. What somebody else put there stays, and the report says so. `restore` undoes it
+exactly. Every mark lies on the module that it is about, so that deepcopy, pickle, moving and LoRA loaded
+afterwards need no care; only inference is changed, since a gradient takes the classes' own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from clearway.errors import RequestError, nearest
+from clearway.execution import EXECUTORS, forget
+from clearway.models import _attention, _fused_blocks
+from clearway.models._bound import Bound, occupied, plain, plain_weight
+from clearway.models.model import Model
+from clearway.types import Choices
+
+OPS = ("attention", "cross_kv", "geglu", "group_norm_silu", "layer_norm")
+"""What can be put in place, each on its own (`cross_kv`: keys and values of a context once; it comes with
+`attention`, whose processor does it)."""
+
+LAYOUTS = ("contiguous", "channels_last")
+ROWS = ("joined", "separate")
+_STRIDES = "_clearway_strides"
+_SHOWN = 3
+
+
+@dataclass
+class Report:
+    """What `accelerate` and `restore` did: module names by what was put there, and by why they were left."""
+
+    placed: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, list[str]] = field(default_factory=dict)
+
+    def place(self, what: str, name: str) -> None:
+        """Notes that `what` was put at the module called `name`."""
+        self.placed.setdefault(what, []).append(name)
+
+    def leave(self, reason: str, name: str) -> None:
+        """Notes why the module called `name` was left alone."""
+        self.left.setdefault(reason, []).append(name)
+
+    def __str__(self) -> str:
+        lines = [f"{what}: {_named(names)}" for what, names in sorted(self.placed.items())]
+        lines += [f"left alone, {reason}: {_named(names)}" for reason, names in self.left.items()]
+        return "\n".join(lines) or "nothing here that an op is put in place of"
+
+
+def _named(names: list[str]) -> str:
+    """How many in which part, or, of a few, which."""
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    parts = [name.partition(".")[0] for name in names]
+    return ", ".join(f"{parts.count(part)} in {part}" for part in dict.fromkeys(parts))
+
+
+def accelerate(
+    target: Any,
+    ops: Iterable[str] = OPS,
+    *,
+    layout: str | None = "channels_last",
+    packed_qkv: bool = False,
+) -> Report:
+    """Puts `ops` in place in `target` and lays its convolutions' weights out; the report says where.
+
+    `target`: a Diffusers pipeline, a module (UNet2DConditionModel, AutoencoderKL, ...) or a Model. What was
+    put there before is taken away first. `layout` None leaves memory as it is. Raises RequestError for a
+    target, op or layout that is none of these.
+    """
+    chosen = tuple(ops)
+    for name in chosen:
+        if name not in OPS:
+            raise RequestError(f"op {name!r} cannot be put in place; nearest: {nearest(name, OPS)}")
+    if layout is not None and layout not in LAYOUTS:
+        raise RequestError(f"layout {layout!r} is not known; it is one of {', '.join(LAYOUTS)}")
+    parts = list(_parts(target))
+    restore(target)
+    report = Report()
+    for label, part in parts:
+        _place(label, part, chosen, packed_qkv, isinstance(target, Model), report)
+        if layout == "channels_last" and _has_images(part):
+            _channels_last(label, part, report)
+    return report
+
+
+def restore(target: Any) -> Report:
+    """Takes away what `accelerate` put in place: forwards, processors and memory layout as they were.
+
+    What somebody has since wrapped a forward in is not touched: it calls the class's own forward from now on,
+    and the report names it.
+    """
+    report = Report()
+    for label, part in _parts(target):
+        for name, module in _walk(label, part):
+            _take_away(name, module, report)
+        forget(part)
+    return report
+
+
+def apply(model: Model, choices: Choices) -> Model:
+    """The model run as `choices` say. Its modules are shared and changed: what is applied last holds.
+
+    Routes, executor and rows are kept in `choices`, for the pipeline to call by. Raises RequestError for a
+    choice that does not exist.
+    """
+    for value, known, name in (
+        (choices.executor, EXECUTORS, "executor"),
+        (choices.rows, ROWS, "rows"),
+    ):
+        if value not in known:
+            raise RequestError(f"{name} {value!r} is not known; it is one of {', '.join(known)}")
+    attention = ("attention",) if choices.packed_qkv and "attention" not in choices.ops else ()
+    layout = choices.layout if choices.layout != "contiguous" else None
+    accelerate(model, (*choices.ops, *attention), layout=layout, packed_qkv=choices.packed_qkv)
+    return replace(model, choices=choices)
+
+
+def _parts(target: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(label, module) of everything that may be changed."""
+    if isinstance(target, Model):
+        yield "unet", target.unet
+        yield "vae", target.vae
+    elif isinstance(target, nn.Module):
+        yield type(target).__name__, target
+    elif isinstance(getattr(target, "components", None), dict):
+        seen: set[int] = set()
+        for label, part in target.components.items():
+            if isinstance(part, nn.Module) and id(part) not in seen:
+                seen.add(id(part))
+                yield label, part
+    else:
+        raise RequestError(
+            f"{type(target).__name__} cannot be accelerated; a Diffusers pipeline, a module or a Model can"
+        )
+
+
+def _walk(label: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in part.named_modules():
+        yield f"{label}.{name}" if name else label, module
+
+
+def _place(
+    label: str, part: nn.Module, ops: tuple[str, ...], packed: bool, promised: bool, report: Report
+) -> None:
+    from diffusers.models.activations import GEGLU
+    from diffusers.models.attention import BasicTransformerBlock
+    from diffusers.models.attention_processor import Attention
+    from diffusers.models.resnet import ResnetBlock2D
+
+    within: set[int] = set()  # norms that are computed with what is around them
+    modules = list(_walk(label, part))
+    for name, module in modules:
+        kind = type(module)
+        if kind is ResnetBlock2D and "group_norm_silu" in ops:
+            within |= {id(module.norm1), id(module.norm2)}
+            run, why = _fused_blocks.resnet, _fused_blocks.refuse_resnet(module)
+            _bind(name, module, "group_norm_silu", run, why, report)
+        elif kind is BasicTransformerBlock and "layer_norm" in ops:
+            _bind(
+                name,
+                module,
+                "layer_norm",
+                _fused_blocks.transformer,
+                _fused_blocks.refuse_transformer(module),
+                report,
+            )
+        elif kind is GEGLU and "geglu" in ops:
+            _bind(name, module, "geglu", _fused_blocks.gated, None, report)
+        elif kind is Attention and "attention" in ops:
+            _swap(name, module, "cross_kv" in ops, packed, promised, report)
+    if "group_norm_silu" not in ops:
+        return
+    for name, module in modules:
+        last, activation = (module._modules.get(key) for key in ("conv_norm_out", "conv_act"))
+        if last is not None and plain(last, nn.GroupNorm) and plain(activation, nn.SiLU):
+            assert activation is not None
+            within.add(id(last))
+            _bind(f"{name}.conv_norm_out", last, "group_norm_silu", _fused_blocks.last_norm, None, report)
+            activation.forward = Bound(_fused_blocks.nothing, activation)
+    for name, module in modules:
+        if type(module) is nn.GroupNorm and id(module) not in within:
+            _bind(name, module, "group_norm", _fused_blocks.group_norm, None, report)
+
+
+def _bind(
+    name: str, module: nn.Module, what: str, run: Callable[..., Any], why: str | None, report: Report
+) -> None:
+    reason = occupied(module) or why
+    if reason:
+        report.leave(reason, name)
+        return
+    module.forward = Bound(run, module)
+    report.place(what, name)
+
+
+def _swap(name: str, attn: Any, kept: bool, packed: bool, promised: bool, report: Report) -> None:
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    if type(attn.processor) is not AttnProcessor2_0:
+        report.leave(f"its processor is {type(attn.processor).__name__}", name)
+        return
+    reason = occupied(attn) or _attention.refuse(attn)
+    if reason:
+        report.leave(reason, name)
+        return
+    attn.processor = _attention.Processor(attn.processor, kept and attn.is_cross_attention, promised, packed)
+    report.place("attention", name)
+    if kept and attn.is_cross_attention:
+        report.place("cross_kv", name)
+    if packed and not attn.is_cross_attention:
+        refused = _attention.refuse_packed(attn)
+        if refused:
+            report.leave(f"not packed, {refused}", name)
+        else:
+            report.place("packed_qkv", name)
+
+
+def _has_images(part: nn.Module) -> bool:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    return any(isinstance(module, ResnetBlock2D) for module in part.modules())
+
+
+def _channels_last(label: str, part: nn.Module, report: Report) -> None:
+    """Lays 4-axis weights out channels last; each module keeps what strides its own had."""
+    for name, module in _walk(label, part):
+        strides = {}
+        for key, weight in module._parameters.items():
+            if weight is None or weight.dim() != 4:
+                continue
+            if not plain_weight(weight) or weight.is_meta:
+                report.leave("its weight is quantised, of a class of its own or offloaded", name)
+                continue
+            laid_out = weight.data.contiguous(memory_format=torch.channels_last)
+            if laid_out.stride() != weight.stride():
+                strides[key] = weight.stride()
+                weight.data = laid_out
+        if strides:
+            module.__dict__[_STRIDES] = strides
+            report.place("channels_last", name)
+
+
+def _take_away(name: str, module: nn.Module, report: Report) -> None:
+    held = module.__dict__
+    forward = held.get("forward")
+    if isinstance(forward, Bound):
+        del held["forward"]
+        report.place("restored", name)
+    elif (inner := _wrapped(module)) is not None:
+        inner.give_way()
+        report.leave("its forward was wrapped since; it calls the class's own from now on", name)
+    processor = held.get("processor")
+    if isinstance(processor, _attention.Processor):
+        processor.unpack(module)
+        held["processor"] = processor.stock
+        report.place("restored", name)
+    for key, stride in held.pop(_STRIDES, {}).items():
+        weight = module._parameters.get(key)
+        if weight is not None and weight.dim() == len(stride):
+            data = torch.empty_strided(weight.shape, stride, dtype=weight.dtype, device=weight.device)
+            weight.data = data.copy_(weight.data)
+
+
+def _wrapped(module: nn.Module) -> Bound | None:
+    """A Bound that somebody has put a wrapper around: Accelerate's hooks keep it as `_old_forward`."""
+    for value in module.__dict__.values():
+        if isinstance(value, Bound) and value.args[0] is module:
+            return value
+    return None
