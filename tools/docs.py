@@ -1,8 +1,8 @@
 """Writes the generated parts of the documentation; with --check, fails where one is stale.
 
-docs/cli.md comes from the command line's own parser, docs/ops.md from the registry of ops, and every block
-between `<!-- generated: NAME -->` and `<!-- end -->` in README.md and the embedded model's card from result
-files under bench/results/.
+docs/cli.md comes from the command line's own parser, docs/ops.md from the registry of ops, docs/results.md
+and every block between `<!-- generated: NAME -->` and `<!-- end -->` in PARTLY's pages from result files
+under bench/results/.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from docs_ops import ops_page
+from docs_results import results_block, results_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -91,7 +92,8 @@ def embedded_score() -> str:
     return f"{table}\n\n{settings}; {found['processor']}, float32, {versions}, {found['date']}."
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"embedded-score": embedded_score}
+BLOCKS: dict[str, Callable[[], str]] = {"embedded-score": embedded_score, "results": results_block}
+PARTLY = ("README.md", "docs/measuring.md", "src/clearway/models/embedded/README.md")
 
 
 def with_blocks(text: str) -> str:
@@ -101,8 +103,13 @@ def with_blocks(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Each generated or partly generated page with what it should say."""
-    made = {ROOT / "docs" / "cli.md": cli_reference(), ROOT / "docs" / "ops.md": ops_page()}
-    for page in (ROOT / "README.md", ROOT / "src" / "clearway" / "models" / "embedded" / "README.md"):
+    docs = ROOT / "docs"
+    made = {
+        docs / "cli.md": cli_reference(),
+        docs / "ops.md": ops_page(),
+        docs / "results.md": results_page(),
+    }
+    for page in (ROOT / name for name in PARTLY):
         if page.is_file():
             made[page] = with_blocks(page.read_text(encoding="utf-8"))
     return made
