@@ -115,9 +115,9 @@ def applied(model: Model, width: int | None = None, height: int | None = None) -
     found = find(model, width or model.defaults.width, height or model.defaults.height)
     wanted = choices_from(found["choices"]) if found else Choices()
     if wanted != (held or Choices()):
-        from clearway.models import accelerate
+        from clearway.models.accelerate import apply
 
-        accelerate.apply(model, wanted)
+        apply(model, wanted)
         _ours[model.unet] = wanted
     return model if wanted == model.choices else replace(model, choices=wanted)
 
