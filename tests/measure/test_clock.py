@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -83,6 +84,12 @@ def test_nothing_below_the_floor_is_called_a_difference() -> None:
     for seed in range(100):
         found = measured(seed, 0.02, floor=0.03)
         assert found.verdict == "no difference" or abs(math.log(found.ratio)) > 0.03
+
+
+def test_an_interval_that_touches_1_calls_nothing() -> None:
+    """Three rounds without any difference and six with one: p is 3 %, yet 1 is an end of the interval."""
+    found = compare(samples(*[1.0] * 9), samples(*[1.0] * 3, *[1.1] * 6), floor=0.0)
+    assert (found.verdict, found.low, found.p_value) == ("no difference", 1.0, 2 / 2**6)
 
 
 def test_drift_cancels_where_arms_take_turns_and_not_where_they_follow_each_other() -> None:
@@ -182,16 +189,20 @@ def test_the_limit_ends_whole_rounds_only() -> None:
     arms = {name: lambda number: timer.spend(1) for name in "ab"}
     found = interleave(arms, timer, rounds=100, limit_s=20)
     assert {len(each.wall_s) for each in found.values() if isinstance(each, Samples)} == {8}
+    rng = random.Random(0)
+    found = interleave({name: noisy(timer, 1, rng, jitter=1) for name in "ab"}, timer, rounds=1, limit_s=12)
+    assert all(isinstance(each, Samples) and 1 < each.warm_ups < 8 for each in found.values())
     timer.seconds = 0
     found = interleave(arms, timer, rounds=100, limit_s=0)
     assert {(each.warm_ups, each.stable, len(each.wall_s)) for each in found.values()} == {(1, False, 1)}  # type: ignore[union-attr]
 
 
 def test_an_arm_that_raises_is_reported_and_the_others_go_on() -> None:
-    timer = FakeTimer()
+    timer, heard = FakeTimer(), []
 
     def breaks(at: int):
         def call(number: int) -> None:
+            heard.append((at, number))
             if number == at:
                 raise RuntimeError(f"no at {number}")
             timer.spend(1)
@@ -204,6 +215,23 @@ def test_an_arm_that_raises_is_reported_and_the_others_go_on() -> None:
     assert isinstance(b, Failed) and isinstance(c, Failed)
     assert (b.arm, b.when, str(b.error)) == ("b", "round 3", "no at 2")
     assert (c.arm, c.when, str(c.error)) == ("c", "warm-up 1", "no at 7")
+    assert max(number for at, number in heard[7:] if at == 2) == 2  # it took no further turns
+    assert [number for at, number in heard if at == 7] == [7]
+
+
+def test_an_arm_out_of_memory_keeps_nothing() -> None:
+    class Big:
+        pass
+
+    held = []
+
+    def call(number: int) -> None:
+        big = Big()
+        held.append(weakref.ref(big))
+        raise MemoryError
+
+    found = interleave({"a": call}, FakeTimer(), rounds=6)["a"]
+    assert isinstance(found, Failed) and held[0]() is None
 
 
 @pytest.mark.parametrize(
@@ -228,6 +256,9 @@ def test_device_time_comes_from_events_and_the_device_is_idle_at_both_ends() -> 
 def test_quantiles_and_outliers() -> None:
     found = samples(*[1.0, 1.01, 0.99, 1.02, 0.98] * 4, 1.5, 0.5)
     assert found.outliers() == 2
+    # median 3, MAD 1: the limit lies 4.4478 away, not 3
+    assert samples(1, 2, 2, 3, 3, 4, 4, 3 + 4.4).outliers() == 0
+    assert samples(1, 2, 2, 3, 3, 4, 4, 3 + 4.5).outliers() == 1
     assert samples(1, 2, 3, 4, 5, 6).p50 == 3.5 and samples(1, 2, 3, 4, 5, 6).p20 == 2
     assert samples(1, 2, 3, 4, 5, 6).p80 == 5 and samples(1, 2).p(100) == 2
     assert samples(7).p20 == quantile([7], 99) == 7

@@ -129,9 +129,11 @@ def test_the_commit_is_the_checkouts_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (package / "device.py").write_text("")
     monkeypatch.setattr(machine, "__file__", str(package / "device.py"))
     git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "another project")
     assert module._commit() == ("told", None)  # inside somebody's checkout, but no part of it
     git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "one")
+    git(tmp_path, "commit", "-q", "-m", "now it is")
+    module._commit.cache_clear()
     commit = git(tmp_path, "rev-parse", "HEAD")
     for change, dirty in ((None, False), ("results.jsonl", False), ("src/clearway/new.py", True)):
         if change:
