@@ -152,9 +152,14 @@ def test_pictures_stand_beside_their_reference(folder: Path) -> None:
     assert words == ["difference × 8: largest 3 of 255, PSNR 56.7 dB"]
 
 
-def test_pictures_of_an_unknown_machine_are_not_shown(folder: Path) -> None:
-    report = arrange((name, one) for name, made_on in (("a", H200), ("b", MAC)) for one in _shown(made_on))
+@pytest.mark.parametrize("other", [MAC, {**H200, "torch_channel": "nightly"}, H200])
+def test_pictures_that_several_could_have_drawn_are_not_shown(folder: Path, other: dict[str, Any]) -> None:
+    report = arrange((name, one) for name, made_on in (("a", H200), ("b", other)) for one in _shown(made_on))
     assert "<img" not in page(report, pictures(folder))
+
+
+def test_pictures_in_a_folder_of_the_machine_are_its_own(folder: Path) -> None:
+    report = arrange((name, one) for name, made_on in (("a", H200), ("b", MAC)) for one in _shown(made_on))
     (folder / "apple-m1").mkdir()
     for file in folder.glob("*.png"):
         file.rename(folder / "apple-m1" / file.name)

@@ -159,7 +159,7 @@ def test_memory_has_three_meters_and_says_how_they_were_read() -> None:
         "8.070 GiB"
     ]
     assert "live tensors, peak" not in [each.heading for each in table.columns]
-    assert table.notes == ["Read by driver: a counter."]
+    assert table.notes == ["How it was read: driver: a counter."]
 
 
 def test_records_of_odd_types_give_no_tables_and_no_error() -> None:

@@ -11,12 +11,15 @@ from clearway.measure.doubts import conditions, doubts, withheld
 from clearway.measure.groups import Entry, Group, Report, build_words
 from clearway.measure.markup import Markup, shown, tag
 from clearway.measure.panels import WIDE, panels, strips
-from clearway.measure.pictures import GAIN, Pair, pair, picture_name
+from clearway.measure.pictures import GAIN, Pair, assign, pair
 from clearway.measure.report import MEANING, TITLES, tally
 from clearway.measure.tables import LEDGERS, Column, Row, Table, scenarios, tables
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """What the page allows a browser: its own style and pictures inside it."""
+
+Shots = Mapping[int, tuple[Path, Path | None]]
+"""id of an entry -> its picture and its reference's."""
 
 HOW_TO_READ = (
     "The four ledgers are four questions; nothing multiplies one by another. Machines and build channels are "
@@ -32,13 +35,9 @@ HOW_TO_READ = (
 def page(report: Report, pictures: Mapping[str, Path] | None = None) -> str:
     """The whole page; `pictures` as `pictures.pictures` finds them."""
     title = "Clearway measurements"
+    shots = assign(report, pictures or {})
     machines = [
-        tag(
-            "section",
-            *_machine(name, groups, pictures or {}, len(report.machines)),
-            id=f"m{index}",
-            class_="machine",
-        )
+        tag("section", *_machine(name, groups, shots), id=f"m{index}", class_="machine")
         for index, (name, groups) in enumerate(report.machines.items(), 1)
     ]
     head = tag(
@@ -92,7 +91,7 @@ def _chips(groups: Sequence[Group]) -> list[Markup]:
     ]
 
 
-def _machine(name: str, groups: Sequence[Group], pictures: Mapping[str, Path], machines: int) -> list[Markup]:
+def _machine(name: str, groups: Sequence[Group], shots: Shots) -> list[Markup]:
     parts = [tag("h2", name)]
     for group in groups:
         parts.append(tag("p", f"PyTorch {group.channel}", class_="channel"))
@@ -105,7 +104,7 @@ def _machine(name: str, groups: Sequence[Group], pictures: Mapping[str, Path], m
                     "section",
                     tag("h3", tag("span", str(index), class_="number"), ledger.capitalize()),
                     tag("p", MEANING[ledger], class_="meaning"),
-                    *(_scenario(group, ledger, *key, found, pictures, machines) for key in _keys(found)),
+                    *(_scenario(group, ledger, *key, found, shots) for key in _keys(found)),
                     None if found else tag("p", "Nothing of it was recorded.", class_="none"),
                     class_="ledger",
                 )
@@ -127,6 +126,7 @@ def _apart(group: Group) -> Markup:
         columns = [
             Column("scenario", "scenario", right=False),
             Column("contender", "contender", right=False),
+            Column("run", "run", right=False),
             Column("what", "", right=False),
             Column("reason", "reason", right=False),
         ]
@@ -151,20 +151,18 @@ def _scenario(
     scenario: str,
     work: str,
     found: Sequence[Table],
-    pictures: Mapping[str, Path],
-    machines: int,
+    shots: Shots,
 ) -> Markup:
     """One scenario and kind of work in one ledger: plots, then tables."""
     mine = [table for table in found if (table.scenario, table.work) == (scenario, work)]
     entries = next(kept for name, kind, kept in scenarios(group) if (name, kind) == (scenario, work))
     drawn = [_plot(title, one) for title, one in panels(group, ledger, entries, mine)]
-    shots = _pictures(entries, pictures, machines) if ledger == "correctness" else None
     return tag(
         "article",
         tag("h4", scenario, tag("span", mine[0].work_words, class_=f"work {work.split()[0]}")),
         tag("div", *drawn, class_="plots") if drawn else None,
         *(_table(table) for table in mine),
-        shots,
+        _pictures(entries, shots) if ledger == "correctness" else None,
     )
 
 
@@ -207,16 +205,16 @@ def _conditions(group: Group) -> Markup | None:
     )
 
 
-def _pictures(entries: Sequence[Entry], pictures: Mapping[str, Path], machines: int) -> Markup | None:
+def _pictures(entries: Sequence[Entry], shots: Shots) -> Markup | None:
     """The reference's picture, and each contender's beside its difference from it."""
-    found = []
-    for entry in entries:
-        mine = _picture(entry, entry.record.contender, pictures, machines)
-        if mine is None:
-            continue
-        name = (entry.record.correctness or {}).get("reference")
-        reference = _picture(entry, name, pictures, machines) if isinstance(name, str) else None
-        found.append((name, pair(shown(entry.record.contender), mine, reference)))
+    found = [
+        (
+            (entry.record.correctness or {}).get("reference"),
+            pair(shown(entry.record.contender), *shots[id(entry)]),
+        )
+        for entry in entries
+        if id(entry) in shots
+    ]
     drawn = [shot for name in dict.fromkeys(name for name, _ in found) for shot in _against(name, found)]
     words = f"One round's pictures; differences are shown × {GAIN}, and the figures below are of these two."
     return tag("div", tag("p", words, class_="note"), *drawn, class_="pictures") if drawn else None
@@ -248,13 +246,6 @@ def _shot(address: str, words: str, alternative: str | None = None) -> Markup:
         tag("img", src=Markup(address), alt=alternative or words, loading="lazy"),
         tag("figcaption", words),
     )
-
-
-def _picture(entry: Entry, contender: str, pictures: Mapping[str, Path], machines: int) -> Path | None:
-    """A contender's picture: in the machine's own folder, else at the top where there is only one machine."""
-    name = picture_name(entry.record.scenario, contender)
-    own = pictures.get(f"{entry.record.provenance.get('machine')}/{name}")
-    return own or (pictures.get(name) if machines == 1 else None)
 
 
 def _side_by_side(report: Report) -> Markup | None:

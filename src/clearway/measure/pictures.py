@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from clearway.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from clearway.measure.groups import Entry, Report
 
 GAIN = 8
 """How much a difference map exaggerates."""
@@ -44,6 +48,30 @@ def pictures(folder: str | Path) -> dict[str, Path]:
         path.relative_to(root).as_posix(): path
         for path in sorted([*root.glob("*.png"), *root.glob("*/*.png")])
     }
+
+
+def assign(report: Report, found: Mapping[str, Path]) -> dict[int, tuple[Path, Path | None]]:
+    """id of an entry -> its picture and its reference's, where exactly one entry can have drawn it.
+
+    Looked for in the machine's folder first, then at the top. Of machines, builds or runs that would share a
+    picture none gets it.
+    """
+    claims: Counter[str] = Counter()
+    places: dict[int, tuple[Entry, str]] = {}
+    for entry in (one for group in report.groups for one in group.published()):
+        name = picture_name(entry.record.scenario, entry.record.contender)
+        own = f"{entry.record.provenance.get('machine')}/{name}"
+        if place := next((each for each in (own, name) if each in found), None):
+            claims[place] += 1
+            places[id(entry)] = entry, place
+    assigned: dict[int, tuple[Path, Path | None]] = {}
+    for key, (entry, place) in places.items():
+        reference = (entry.record.correctness or {}).get("reference")
+        beside = picture_name(entry.record.scenario, reference) if isinstance(reference, str) else ""
+        other = f"{place.rpartition('/')[0]}/{beside}".lstrip("/")
+        if claims[place] == 1:
+            assigned[key] = found[place], found.get(other) if claims[other] <= 1 else None
+    return assigned
 
 
 def pair(contender: str, mine: Path, reference: Path | None) -> Pair:

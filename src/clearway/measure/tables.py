@@ -296,7 +296,9 @@ def _notes(name: str, entries: list[Entry], rows: list[Row]) -> list[str]:
             if mapping(entry.record.correctness).get("verified") is False:
                 found.append(f"{shown(entry.record.contender)} gave wrong pictures: see Correctness.")
     if name == "memory":
-        found += [f"Read by {words}." for words in dict.fromkeys(row["sources"] for row in rows) if words]
+        found += [
+            f"How it was read: {words}." for words in dict.fromkeys(row["sources"] for row in rows) if words
+        ]
     if name == "compared":
         tests = dict.fromkeys(row["test"] for row in rows if row["test"])
         found += [f"Test: {test}." for test in tests]
