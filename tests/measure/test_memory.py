@@ -97,6 +97,7 @@ def test_the_cuda_meters_are_three_and_none_waits_for_the_device(monkeypatch: py
         "sources": meter.sources,
     }
     assert "whole device" in meter.sources["driver"]
+    assert card.calls[:2] == ["MainThread mem_get_info cuda:1", "reset"]
     assert set(card.calls) == {
         "reset",
         "MainThread mem_get_info cuda:1",

@@ -1,11 +1,9 @@
 """Provenance: everything a reader of a result must know, and nothing private."""
 
-import getpass
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,10 +51,8 @@ def test_nothing_private_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = provenance(CPU)
     text = json.dumps(found)
     assert found["settings"]["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    private = ("someone", "hf_secret", socket.gethostname(), str(Path.home()), str(Path.cwd()))
-    assert [word for word in private if len(word) > 3 and word in text] == []
-    user = getpass.getuser()
-    assert not re.search(rf"/{re.escape(user)}\b", text)
+    private = ("someone", "hf_secret", str(Path.home()), str(Path.cwd()))
+    assert [word for word in private if len(word) > 1 and word in text] == []
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,12 @@ def test_what_is_not_finite_is_as_far_as_can_be(bad: float) -> None:
         assert found["max_abs"] == found["rel_l2"] == math.inf and found["psnr_db"] == -math.inf
 
 
+def test_pictures_of_another_scale_are_no_pictures() -> None:
+    a = pictures(0, 1, 16, 16, 3)
+    with pytest.raises(ValueError, match="pictures are uint8, not uint8 and float64"):
+        compare_pictures(a, a / 255)
+
+
 @pytest.mark.parametrize("compare", [compare_pictures, compare_tensors, difference_map])
 def test_other_shapes_are_refused(compare) -> None:
     make = torch.zeros if compare is compare_tensors else lambda shape: np.zeros(shape, np.uint8)

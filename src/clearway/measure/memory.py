@@ -42,12 +42,15 @@ class Meter:
         self._mark = 0
 
     def __enter__(self) -> Meter:
-        if self.device.kind in ("cuda", "xpu"):
-            _backend(self.device).reset_peak_memory_stats(str(self.device))
         self._mark = _high_water() if self.device.kind == "cpu" else 0
         self._begun = time.perf_counter()
         self._sample()
         self.baseline_bytes = self.timeline[0][1]
+        if self.device.kind in (
+            "cuda",
+            "xpu",
+        ):  # after a first reading, which starts the device where it must
+            _backend(self.device).reset_peak_memory_stats(str(self.device))
         self._thread = threading.Thread(target=self._watch, name="clearway-memory", daemon=True)
         self._thread.start()
         return self

@@ -22,7 +22,7 @@ def compare_pictures(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     Both are uint8 (B, H, W, 3). PSNR and SSIM are the worst picture's; PSNR is None where all are identical,
     SSIM where a side is below 11 pixels. Raises RequestError where the shapes differ.
     """
-    _check_shapes(a.shape, b.shape)
+    _check_pictures(a, b)
     errors = np.abs(a.astype(np.int16) - b.astype(np.int16))
     squares = np.square(errors, dtype=np.float64).reshape(len(errors), -1).mean(axis=1)
     worst = float(squares.max())
@@ -88,7 +88,7 @@ def compare_tensors(a: Tensor, b: Tensor) -> dict[str, Any]:
 
 def difference_map(a: np.ndarray, b: np.ndarray, gain: int = 16) -> np.ndarray:
     """|a - b| times `gain`, clipped: uint8 of the pictures' shape; maps of the same gain can be compared."""
-    _check_shapes(a.shape, b.shape)
+    _check_pictures(a, b)
     away = np.abs(a.astype(np.int32) - b.astype(np.int32)) * gain
     clipped: np.ndarray = np.minimum(away, 255).astype(np.uint8)
     return clipped
@@ -108,6 +108,12 @@ def _blurred(x: np.ndarray) -> np.ndarray:
 
 def _over(value: float, scale: float) -> float:
     return value / scale if scale else math.inf if value else 0.0
+
+
+def _check_pictures(a: np.ndarray, b: np.ndarray) -> None:
+    if a.dtype != np.uint8 or b.dtype != np.uint8:
+        raise ValueError(f"pictures are uint8, not {a.dtype} and {b.dtype}")
+    _check_shapes(a.shape, b.shape)
 
 
 def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
