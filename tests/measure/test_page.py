@@ -114,6 +114,16 @@ def test_one_machine_has_nothing_beside_it() -> None:
     assert "Side by side" not in page(arrange(("f", one) for one in [*pair(), *pair("other")]))
 
 
+def test_kinds_of_work_are_not_put_side_by_side() -> None:
+    less = [made("sdxl-30", "fp8", samples(1.0), MAC, work="less work")]
+    report = arrange(("f", one) for one in [*pair(), *less])
+    assert "Side by side" not in page(report)
+    beside = page(arrange(("f", one) for one in [*pair(), *pair(provenance=MAC), *less])).partition(
+        "Side by side"
+    )[2]
+    assert "fp8" not in beside and beside.count("<figure>") == 2
+
+
 def test_channels_are_kept_apart() -> None:
     nightly = {**H200, "torch_channel": "nightly"}
     text = page(arrange(("f", one) for one in [*pair(), *pair(provenance=nightly)]))

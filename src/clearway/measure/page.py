@@ -13,7 +13,7 @@ from clearway.measure.markup import Markup, shown, tag
 from clearway.measure.panels import WIDE, panels, strips
 from clearway.measure.pictures import GAIN, Pair, assign, pair
 from clearway.measure.report import MEANING, TITLES, tally
-from clearway.measure.tables import LEDGERS, Column, Row, Table, scenarios, tables
+from clearway.measure.tables import LEDGERS, WORK_WORDS, Column, Row, Table, scenarios, tables
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """What the page allows a browser: its own style and pictures inside it."""
@@ -250,25 +250,18 @@ def _shot(address: str, words: str, alternative: str | None = None) -> Markup:
 
 def _side_by_side(report: Report) -> Markup | None:
     """Scenarios that several machines ran: a panel each, to one scale; no test is made across."""
-    panels_of: dict[tuple[str, str], list[tuple[str, list[plots.Strip]]]] = {}
+    found: dict[tuple[str, str, str], dict[str, list[plots.Strip]]] = {}
     for group in report.groups:
-        for name, _, entries in scenarios(group):
+        for name, work, entries in scenarios(group):
             if times := strips(group, entries):
-                panels_of.setdefault((name, group.channel), []).append((group.machine, times))
+                found.setdefault((name, work, group.channel), {})[group.machine] = times
     drawn = []
-    for (name, channel), shown_panels in panels_of.items():
-        if len(shown_panels) > 1:
-            most = max(plots.longest(times) for _, times in shown_panels)
-            figures_drawn = [
-                _plot(machine, plots.strips(times, most=most)) for machine, times in shown_panels
-            ]
-            drawn.append(
-                tag(
-                    "article",
-                    tag("h4", f"{name}, PyTorch {channel}"),
-                    tag("div", *figures_drawn, class_="plots"),
-                )
-            )
+    for (name, work, channel), times_of in found.items():
+        if len(times_of) > 1:
+            most = max(plots.longest(times) for times in times_of.values())
+            each = [_plot(machine, plots.strips(times, most=most)) for machine, times in times_of.items()]
+            kind = tag("span", f"{WORK_WORDS[work]} · PyTorch {channel}", class_=f"work {work.split()[0]}")
+            drawn.append(tag("article", tag("h4", name, kind), tag("div", *each, class_="plots")))
     if not drawn:
         return None
     words = "Seconds a call, one panel a machine, all to one scale. No test is made across machines."

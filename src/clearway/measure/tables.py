@@ -110,7 +110,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("device_p50_s", "on the device, s", plain),
         Column("outliers", "outliers", count),
         Column("images", "images a call", count),
-        Column("images_per_hour", "images an hour", count),
+        Column("images_per_hour", "images an hour", plain),
         Column("cost_per_1000", "cost of 1,000", plain),
     ),
     "once": (
