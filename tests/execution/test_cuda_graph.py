@@ -190,6 +190,20 @@ def test_a_graph_goes_where_memory_would_be_decided_otherwise(network: Network) 
     assert (run.pool.captured, run.pool.evicted) == (2, 1)
 
 
+def test_arguments_that_never_come_back_are_not_captured_for_ever(network: Network) -> None:
+    run = executor(network, pool=Pool(Recorder(), limit=2))
+    for rows in range(1, 8):
+        agree(run, network, torch.randn(rows, 4), torch.randn(rows, 4))
+    assert run.pool.captured == 4
+    assert list(run.pool.reasons) == ["its arguments differ from call to call"]
+
+
+def test_an_output_that_cannot_be_copied_is_not_captured(network: Network) -> None:
+    run = CudaGraph(lambda x: {"found": {x}}, "unet", Counter(), Pool(Recorder()))
+    assert isinstance(run(torch.ones(1))["found"], set)
+    assert list(run.pool.reasons) == ["its output is a dict, which cannot be copied"]
+
+
 def test_ops_are_counted_at_replays(network: Network) -> None:
     routes: dict[str, int] = {}
     run = executor(network)
@@ -231,10 +245,13 @@ def test_arguments_that_are_not_captured(network: Network) -> None:
     assert x.grad is not None
     with torch.autocast("cpu"):
         run(torch.randn(2, 4), context=torch.randn(2, 4))
+    handle = network.inner.register_forward_hook(lambda module, given, out: out * 2)
+    agree(run, network, torch.randn(2, 4), torch.randn(2, 4))
+    handle.remove()
     network._hf_hook = object()
     run(torch.randn(2, 4), context=torch.randn(2, 4))
-    assert run.routes == {"unet/eager": 3}
-    assert len(run.pool.reasons) == 3
+    assert run.routes == {"unet/eager": 4}
+    assert len(run.pool.reasons) == 4
 
 
 def test_a_machine_without_cuda_says_so(network: Network) -> None:

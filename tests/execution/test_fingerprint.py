@@ -1,46 +1,58 @@
 """The fingerprint changes with what a graph has baked in, and with nothing else."""
 
-import copy
-
 import torch
 from torch import nn
 
-from clearway.execution.fingerprint import adapter_state, fingerprint
+from clearway.execution.fingerprint import Fingerprint
 
 
 def module() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
 
 
-def test_it_stays_for_values_and_changes_with_code_and_addresses() -> None:
+def test_it_holds_for_values_and_not_for_other_code_or_addresses() -> None:
     made = module()
-    first = fingerprint(made)
+    first = Fingerprint(made)
     with torch.no_grad():
         made[0].weight.fill_(1)
-    assert fingerprint(made) == first
-    seen = [first]
+    assert first.holds()
     changes = (
         lambda: setattr(made[0].weight, "data", torch.ones(2, 2)),
         lambda: made.append(nn.ReLU()),
-        lambda: made[0].__dict__.update(forward=lambda x: x),
-        lambda: made[0].__dict__.update(processor=object()),
+        lambda: setattr(made, "0", nn.Linear(2, 2)),
+        lambda: setattr(made[0], "forward", lambda x: x),
+        lambda: setattr(made[0], "forward", lambda x: x),
+        lambda: setattr(made[0], "processor", object()),
+        lambda: setattr(made[0], "processor", object()),
         lambda: made[1].train(),
-        lambda: made[1].__setattr__("running_mean", torch.zeros(2)),
+        lambda: setattr(made[1], "running_mean", torch.zeros(2)),
+        lambda: made[0].register_parameter("bias", None),
     )
     for change in changes:
+        before = Fingerprint(made)
+        assert before.holds()
         change()
-        seen.append(fingerprint(made))
-    assert len(set(seen)) == len(seen)
-    assert fingerprint(copy.deepcopy(made)) != fingerprint(made)
-    assert fingerprint(None) == ()
+        assert not before.holds()
+
+
+def test_hooks_are_seen_without_a_new_fingerprint() -> None:
+    made = module()
+    found = Fingerprint(made)
+    assert not found.hooked()
+    handle = made[0].register_forward_hook(lambda *_: None)
+    assert found.hooked() and found.holds()
+    handle.remove()
+    assert not found.hooked()
 
 
 def test_adapters_are_told_by_what_is_on_and_how_much() -> None:
     made = module()
-    assert adapter_state(made) == adapter_state(None) == ""
-    made[0].scaling = {"style": 1.0}
-    states = [adapter_state(made)]
-    for name, value in (("scaling", {"style": 0.5}), ("merged_adapters", ["style"]), ("_active_adapter", [])):
-        setattr(made[0], name, value)
-        states.append(adapter_state(made))
+    assert Fingerprint(made).adapters() == ""
+    made[0].__dict__.update(scaling={"style": 1.0}, merged_adapters=[], _active_adapter=["style"])
+    found = Fingerprint(made)
+    states = [found.adapters()]
+    for change in ({"scaling": {"style": 0.5}}, {"merged_adapters": ["style"]}, {"_active_adapter": []}):
+        made[0].__dict__.update(change)
+        states.append(found.adapters())
     assert len(set(states)) == 4
+    assert found.holds()  # a graph for each may be kept

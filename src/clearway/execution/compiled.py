@@ -149,14 +149,13 @@ class Compiled:
         from torch._dynamo import config
 
         with ExitStack() as stack:
-            patched = config.patch(  # type: ignore[attr-defined]
-                recompile_limit=LIMIT, fail_on_recompile_limit_hit=True
-            )
+            patched = config.patch(recompile_limit=LIMIT, fail_on_recompile_limit_hit=True)
             stack.enter_context(patched)
             if self.settings.use_duck_shape is not None:
                 from torch.fx.experimental import _config
 
-                stack.enter_context(_config.patch(use_duck_shape=self.settings.use_duck_shape))
+                patched = _config.patch(use_duck_shape=self.settings.use_duck_shape)  # type: ignore[attr-defined]
+                stack.enter_context(patched)
             yield
 
     @contextmanager

@@ -21,13 +21,15 @@ from torch.utils import _pytree as pytree
 from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import one_line
-from clearway.execution.fingerprint import Fingerprint, adapter_state, fingerprint
+from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import Frame, within
 from clearway.ops import budget, contract
 
 WARM_UPS = 2
 GRAPHS = 6
 """How many graphs a pool holds: two sizes of a picture with and without guidance, and two to spare."""
+_HOOKS = {"_hf_hook", "_diffusers_hook"}
+"""Where Accelerate and Diffusers keep hooks of theirs on a module."""
 
 
 class Capture(Protocol):
@@ -116,15 +118,20 @@ class Pool:
     reasons: Counter[str] = field(default_factory=Counter)
     captured: int = 0
     evicted: int = 0
-    _fingerprint: Fingerprint = ()
+    wasted: int = 0
+    _module: Fingerprint | None = None
 
-    def checked(self, now: Fingerprint) -> None:
-        """Drops every graph where the module is not what it was: they would read memory given back."""
-        if now != self._fingerprint:
-            self.evicted += len(self.graphs)
-            self.graphs.clear()
-            self.failed.clear()
-            self._fingerprint = now
+    def checked(self, owner: nn.Module | None) -> Fingerprint | None:
+        """The module's fingerprint; every graph goes where it is not what it was, since they would read
+        memory that was given back."""
+        if owner is None or (self._module is not None and self._module.holds()):
+            return self._module
+        self.evicted += len(self.graphs)
+        self.graphs.clear()
+        self.failed.clear()
+        self.wasted = 0
+        self._module = Fingerprint(owner)
+        return self._module
 
     def find(self, key: Hashable, device: torch.device) -> Graph | None:
         """The graph of a key, if it would still be captured alike."""
@@ -143,8 +150,9 @@ class Pool:
         self.graphs[key] = graph
         self.captured += 1
         while len(self.graphs) > self.limit:
-            self.graphs.popitem(last=False)
+            _, gone = self.graphs.popitem(last=False)
             self.evicted += 1
+            self.wasted = 0 if gone.replays > 1 else self.wasted + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -170,21 +178,24 @@ class CudaGraph:
         owner = owner if isinstance(owner, nn.Module) else None
         reason = self._refuse(tensors, leaves, owner)
         if reason is None:
-            self.pool.checked(fingerprint(owner))
-            key = self._key(leaves, tree, owner)
+            module = self.pool.checked(owner)
+            if module is not None and module.hooked():
+                return self._eagerly("forward hooks are at work in it", args, kwargs)
+            key = self._key(leaves, tree, module)
             reason = self.pool.failed.get(key)
         if reason is not None:
             return self._eagerly(reason, args, kwargs)
         graph = self.pool.find(key, tensors[0].device)
         if graph is None:
+            if self.pool.wasted >= self.pool.limit:
+                return self._eagerly("its arguments differ from call to call", args, kwargs)
             graph, reason = self._capture(leaves, tree)
             if graph is None:
                 assert reason is not None
                 self.pool.failed[key] = reason
                 return self._eagerly(reason, args, kwargs)
             # warming up tests implementations, which can change routes: the key as it is now
-            self.pool.checked(fingerprint(owner))
-            self.pool.add(self._key(leaves, tree, owner), graph)
+            self.pool.add(self._key(leaves, tree, self.pool.checked(owner)), graph)
         graph.load(tensors, self._promises(args, kwargs))
         graph.replay()
         graph.replays += 1
@@ -211,8 +222,8 @@ class CudaGraph:
             return "a gradient is needed"
         if torch.is_autocast_enabled(device.type):
             return "torch.autocast is at work"
-        if owner is not None and "_hf_hook" in owner.__dict__:
-            return "its weights are offloaded between calls"
+        if owner is not None and not _HOOKS.isdisjoint(owner.__dict__):
+            return "hooks are at work on it that may move its weights (offloading, caching)"
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 try:
@@ -221,12 +232,13 @@ class CudaGraph:
                     return f"an argument is a {type(leaf).__name__}, which is no key"
         return None
 
-    def _key(self, leaves: list[Any], tree: Any, owner: nn.Module | None) -> Hashable:
+    def _key(self, leaves: list[Any], tree: Any, module: Fingerprint | None) -> Hashable:
         signs = tuple(
             (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for leaf in leaves
         )
-        return self.key, str(tree), signs, contract.route_key(), adapter_state(owner), torch.is_grad_enabled()
+        adapters = "" if module is None else module.adapters()
+        return self.key, str(tree), signs, contract.route_key(), adapters, torch.is_grad_enabled()
 
     def _promises(self, args: Any, kwargs: Any) -> list[bool]:
         """For each tensor among the arguments, in order, whether it is promised not to change in place."""
@@ -272,5 +284,8 @@ class CudaGraph:
                 if "captur" in str(error).lower():
                     return None, f"it cannot be captured: {one_line(error)}"
                 raise
-        graph = Graph(replay, output, inputs, frame, sample, routes, [None] * len(inputs))
-        return graph, None
+        if not all(
+            isinstance(leaf, Tensor | int | float | str | None) for leaf in pytree.tree_leaves(output)
+        ):
+            return None, f"its output is a {type(output).__name__}, which cannot be copied"
+        return Graph(replay, output, inputs, frame, sample, routes, [None] * len(inputs)), None
