@@ -1,0 +1,128 @@
+"""Each forward that is put in place against its class's own, at every branch of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+from clearway.models import _fused_blocks
+from clearway.models._bound import Bound
+from clearway.ops import contract
+
+
+def agree(module: nn.Module, run: Callable[..., Any], *args: Any, fused: bool = True, **kwargs: Any) -> None:
+    """`run` gives what the class gives, by ops (or, where it hands over, by none)."""
+    routes: dict[str, int] = {}
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+        module.forward = Bound(run, module)
+        with contract.recording(routes):
+            found = module(*args, **kwargs)
+        del module.forward
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert bool(routes) == fused
+
+
+def resnet(**options: Any) -> ResnetBlock2D:
+    torch.manual_seed(0)
+    usual = {"in_channels": 8, "out_channels": 16, "temb_channels": 12, "groups": 4}
+    return ResnetBlock2D(**(usual | options)).eval()
+
+
+X, TEMB = torch.randn(2, 8, 6, 5), torch.randn(2, 12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"out_channels": 8, "output_scale_factor": 2.0},
+        {"skip_time_act": True, "dropout": 0.5},
+        {"up": True},
+        {"down": True},
+        {"up": True, "kernel": "sde_vp"},
+        {"time_embedding_norm": "default", "groups_out": 8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_residual_block(options: dict[str, Any], layout: torch.memory_format) -> None:
+    agree(resnet(**options), _fused_blocks.resnet, X[:, :, :, :4].to(memory_format=layout), TEMB)
+
+
+def test_a_residual_block_without_time_and_with_one_embedding_for_all() -> None:
+    agree(resnet(temb_channels=None), _fused_blocks.resnet, X, None)
+    agree(resnet(), _fused_blocks.resnet, X, TEMB[:1])
+
+
+def test_a_residual_block_that_is_handed_over() -> None:
+    scaling = resnet(time_embedding_norm="scale_shift")
+    agree(scaling, _fused_blocks.resnet, X, TEMB, fused=False)
+    other = resnet(non_linearity="gelu")
+    assert "GELU" in str(_fused_blocks.refuse_resnet(other))
+    agree(other, _fused_blocks.resnet, X, TEMB, fused=False)
+    hooked = resnet()
+    hooked.norm2.register_forward_hook(lambda module, args, out: out * 2)
+    agree(hooked, _fused_blocks.resnet, X, TEMB, fused=False)
+
+
+def transformer(**options: Any) -> BasicTransformerBlock:
+    torch.manual_seed(0)
+    return BasicTransformerBlock(16, 2, 8, **({"cross_attention_dim": 12} | options)).eval()
+
+
+TOKENS, CONTEXT = torch.randn(2, 7, 16), torch.randn(2, 5, 12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cross_attention_dim": None},
+        {"only_cross_attention": True},
+        {"double_self_attention": True, "cross_attention_dim": None},
+        {"norm_elementwise_affine": False, "activation_fn": "gelu"},
+    ],
+    ids=str,
+)
+def test_a_transformer_block(options: dict[str, Any]) -> None:
+    block = transformer(**options)
+    context = CONTEXT if block.attn2 is not None and not options.get("double_self_attention") else None
+    agree(block, _fused_blocks.transformer, TOKENS, encoder_hidden_states=context)
+
+
+def test_a_transformer_block_that_is_handed_over() -> None:
+    chunked = transformer()
+    chunked.set_chunk_feed_forward(1, 0)
+    agree(chunked, _fused_blocks.transformer, TOKENS, None, CONTEXT, fused=False)
+    placed = transformer(positional_embeddings="sinusoidal", num_positional_embeddings=16)
+    agree(placed, _fused_blocks.transformer, TOKENS, None, CONTEXT, fused=False)
+    adaptive = transformer(norm_type="ada_norm", num_embeds_ada_norm=4)
+    assert "ada_norm" in str(_fused_blocks.refuse_transformer(adaptive))
+    agree(adaptive, _fused_blocks.transformer, TOKENS, None, CONTEXT, None, torch.tensor(2), fused=False)
+
+
+def test_single_layers() -> None:
+    agree(GEGLU(8, 12), _fused_blocks.gated, torch.randn(2, 5, 8))
+    norm = nn.GroupNorm(4, 8)
+    agree(norm, _fused_blocks.group_norm, X)
+    agree(norm, _fused_blocks.group_norm, torch.randn(2, 8, 9))
+    agree(norm, _fused_blocks.group_norm, torch.randn(3, 8), fused=False)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_last_norm_and_its_activation_are_one_or_both_their_own(gradient: bool) -> None:
+    norm, activation = nn.GroupNorm(4, 8), nn.SiLU()
+    x = X.clone().requires_grad_(gradient)
+    expected = activation(norm(x))
+    norm.forward = Bound(_fused_blocks.last_norm, norm)
+    activation.forward = Bound(_fused_blocks.nothing, activation)
+    routes: dict[str, int] = {}
+    with torch.set_grad_enabled(gradient), contract.recording(routes):
+        torch.testing.assert_close(activation(norm(x)), expected, rtol=1e-5, atol=1e-5)
+    assert routes == ({} if gradient else {"group_norm_silu/reference": 1})
