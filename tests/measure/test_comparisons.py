@@ -81,3 +81,51 @@ def test_too_few_rounds_have_no_bound() -> None:
     said = comparison([one / 2 for one in times], times, "base", FLOOR)
     row = _only([made("s", "base", times), made("s", "c", [one / 2 for one in times], comparisons=[said])])
     assert row["interval"] == (0.0, None) and row["verdict"] == "no difference" and math.isinf(said["high"])
+
+
+def _mutual(names: list[str]) -> Group:
+    times = {name: samples(1.0 + index / 10, seed=index) for index, name in enumerate(names)}
+    return _group(
+        [
+            made(
+                "s",
+                name,
+                times[name],
+                comparisons=[
+                    comparison(times[name], times[other], other) for other in names if other != name
+                ],
+            )
+            for name in names
+        ]
+    )
+
+
+def test_a_pair_that_tells_of_each_other_stands_once() -> None:
+    group = _mutual(["clearway", "clearway-eager", "diffusers", "diffusers-compile"])
+    pairs = [
+        (entry.record.contender, row["against"])
+        for entry in group.entries
+        for row in comparisons(group, entry)
+    ]
+    assert pairs == [
+        ("clearway", "clearway-eager"),
+        ("clearway", "diffusers"),
+        ("clearway", "diffusers-compile"),
+        ("clearway-eager", "diffusers"),
+        ("clearway-eager", "diffusers-compile"),
+        ("diffusers-compile", "diffusers"),
+    ]
+    assert sum(len(comparisons(group, entry, every=True)) for entry in group.entries) == 12
+
+
+def test_what_was_refused_is_compared_with_nothing() -> None:
+    base, mine = pair()
+    assert comparisons(_group([base, mine]), _group([base, mine]).entries[1])
+    refused = _group([dataclasses.replace(base, refused="wrong pictures"), mine])
+    assert comparisons(refused, refused.entries[1]) == []
+
+
+def test_records_of_another_moment_are_not_paired() -> None:
+    base, mine = pair()
+    later = dataclasses.replace(base, provenance={**base.provenance, "date": "2026-11-29T18:00:00Z"})
+    assert not _only([later, mine])["anew"] and _only([base, mine])["anew"]

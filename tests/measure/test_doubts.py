@@ -6,7 +6,7 @@ import pytest
 from clearway.measure.doubts import conditions, doubts, withheld
 from clearway.measure.groups import Group, arrange
 from clearway.measure.record import Record
-from record_builders import made, pair, samples, throughput
+from record_builders import H200, made, pair, samples, throughput
 
 
 def _group(records: list[Record]) -> Group:
@@ -55,7 +55,7 @@ def test_missing_samples_and_wrong_rates_are_named() -> None:
     assert "no raw samples" in doubts(_group([bare]))[0]
     work = {"name": "softmax", "p50_ms": 1.0, "bytes_moved": 1e9, "gb_per_s": 2000.0}
     (words,) = doubts(_group([made("s", "c", None, operations=[work])]))
-    assert "softmax: says gb_per_s 2,000, its median gives 1,000" in words
+    assert "softmax: says gb_per_s 2,000, its raw data give 1,000" in words
 
 
 def test_what_is_withheld_has_its_reason() -> None:
@@ -77,3 +77,9 @@ def test_what_ran_is_listed() -> None:
     )[0]
     assert row["intended"] == "executor graph" and row["routes"] == "attention/sdpa × 30"
     assert row["settings"] == "dtype float16, environment.OMP_NUM_THREADS 1"
+
+
+def test_the_workload_is_named_and_long_settings_are_not() -> None:
+    settings = {"scenario": {"name": "s", "steps": 30, "notes": "long"}, "order": ["a", "b"], "rounds": 10}
+    group = _group([made("s", "c", [1.0], {**H200, "settings": settings})])
+    assert (conditions(group)[0]["workload"], conditions(group)[0]["settings"]) == ("steps 30", "rounds 10")

@@ -38,8 +38,12 @@ def test_without_samples_the_summary_stands() -> None:
 
 def test_rates_of_an_operation() -> None:
     rates = figures.operation({"p50_ms": 2.0, "bytes_moved": 4e9, "flops": 6e12})
-    assert rates == {"gb_per_s": pytest.approx(2000.0), "tflop_per_s": pytest.approx(3000.0)}
-    assert figures.operation({"p50_ms": 0, "flops": 1}) == {"gb_per_s": None, "tflop_per_s": None}
+    assert (rates["gb_per_s"], rates["tflop_per_s"]) == pytest.approx((2000.0, 3000.0))
+    nothing = figures.operation({"p50_ms": 0, "flops": 1})
+    assert nothing["gb_per_s"] is nothing["tflop_per_s"] is None
+    anew = figures.operation({"p50_ms": 9.0, "n": 9, "samples_ms": [1.0, 2.0, 6.0], "bytes_moved": 4e9})
+    assert (anew["n"], anew["p50_ms"], anew["gb_per_s"]) == pytest.approx((3, 2.0, 2000.0))
+    assert (anew["p20_ms"], anew["p80_ms"]) == pytest.approx(tuple(np.percentile([1.0, 2.0, 6.0], (20, 80))))
 
 
 @pytest.mark.parametrize("value", [True, "1", None, [], {}, math.nan, math.inf, 10**400])

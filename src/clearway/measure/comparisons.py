@@ -13,37 +13,64 @@ from clearway.measure.groups import Entry, Group
 from clearway.measure.markup import shown
 from clearway.measure.signed_rank import ALPHA
 
+OWN, BASE = "clearway", "diffusers"
 _MOST_ROUNDS = 2000  # the test takes memory with the square of the rounds
 
 
-def comparisons(group: Group, entry: Entry) -> list[dict[str, Any]]:
+def comparisons(group: Group, entry: Entry, *, every: bool = False) -> list[dict[str, Any]]:
     """Each comparison of an entry: its time over the other's, tested anew where the rounds of both are here.
 
     The verdict is never more than interval, p-value and noise floor allow; `said` is the record's own row.
+    What was refused is not compared. Where two records tell of each other the pair stands once, unless
+    `every` is asked for: Clearway's own against others, all against the base.
     """
     found = []
     for given in figures.rows(entry.record.comparisons):
-        anew = _tested(entry, _peer(group, entry, given.get("against")), number(given.get("floor")))
+        peer = _peer(group, entry, given.get("against"))
+        if peer and not peer.published:
+            continue
+        if peer and not every and _tells(peer, entry) and _place(group, entry) < _place(group, peer):
+            continue
+        anew = _tested(entry, peer, number(given.get("floor")))
         told = anew or {
             key: number(given.get(key)) for key in ("ratio", "low", "high", "floor", "n", "p_value")
         }
         if told["ratio"] is None:
             continue
-        row = {**told, "against": shown(given.get("against", "")), "said": given, "anew": anew is not None}
+        row: dict[str, Any] = {
+            **told,
+            "against": shown(given.get("against", "")),
+            "said": given,
+            "anew": anew is not None,
+        }
         row |= {"test": shown(given.get("test") or ""), "interval": (told["low"] or 0.0, told["high"])}
         found.append({**row, "verdict": _verdict(told)})
     return found
 
 
+def _tells(entry: Entry, other: Entry) -> bool:
+    """Whether an entry has a comparison against another."""
+    name = other.record.contender
+    return any(each.get("against") == name for each in figures.rows(entry.record.comparisons))
+
+
+def _place(group: Group, entry: Entry) -> tuple[bool, bool, int]:
+    """The entry with the higher place is the one that is compared, the other the one it is compared with."""
+    name = entry.record.contender
+    return name.startswith(OWN), name != BASE, -group.entries.index(entry)
+
+
 def _peer(group: Group, entry: Entry, name: Any) -> Entry | None:
     """The entry of the same run and scenario that a comparison names; None where not exactly one has it."""
     found = [
-        other
-        for other in group.published()
-        if (other.run, other.record.scenario, other.record.contender)
-        == (entry.run, entry.record.scenario, name)
+        each for each in group.entries if _beside(entry) == _beside(each) and each.record.contender == name
     ]
     return found[0] if len(found) == 1 else None
+
+
+def _beside(entry: Entry) -> tuple[Any, ...]:
+    """What entries share that were timed in the same rounds."""
+    return entry.file, entry.run, entry.record.scenario, mapping(entry.record.provenance).get("date")
 
 
 def _tested(entry: Entry, peer: Entry | None, floor: float | None) -> dict[str, float | None] | None:
@@ -54,8 +81,8 @@ def _tested(entry: Entry, peer: Entry | None, floor: float | None) -> dict[str, 
     )
     if not 0 < len(mine) == len(others) <= _MOST_ROUNDS or min(*mine, *others) <= 0:
         return None
-    made = [Samples(wall_s, None, wall_s[0], 0, True) for wall_s in (others, mine)]
-    found = compare(*made, floor=math.inf if floor is None else floor)
+    a, b = (Samples(wall_s, None, wall_s[0], 0, True) for wall_s in (others, mine))
+    found = compare(a, b, math.inf if floor is None else floor)
     return {
         "ratio": found.ratio,
         "low": found.low,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from clearway.measure import figures
@@ -10,6 +10,8 @@ from clearway.measure.comparisons import comparisons
 from clearway.measure.figures import mapping, number, plain
 from clearway.measure.groups import Entry, Group
 from clearway.measure.markup import shown
+
+_NO_WORK = ("name", "title", "notes", "twin")  # of a scenario: what does not change what is done
 
 
 def withheld(group: Group) -> list[dict[str, Any]]:
@@ -34,12 +36,21 @@ def conditions(group: Group) -> list[dict[str, Any]]:
             "scenario": shown(entry.record.scenario),
             "contender": shown(entry.record.contender),
             "run": group.letter(entry),
+            "workload": _listed(_but(_settings(entry).get("scenario"), _NO_WORK)),
             "intended": _listed(entry.record.intended),
-            "settings": _listed(mapping(entry.record.provenance).get("settings")),
+            "settings": _listed(_but(_settings(entry), ("scenario", "order", "ceilings"))),
             "routes": _listed(entry.record.routes, " × "),
         }
         for entry in group.published()
     ]
+
+
+def _settings(entry: Entry) -> Mapping[str, Any]:
+    return mapping(mapping(entry.record.provenance).get("settings"))
+
+
+def _but(given: Any, names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in mapping(given).items() if key not in names}
 
 
 def _listed(given: Any, sign: str = " ") -> str:
@@ -64,7 +75,7 @@ def _contradictions(group: Group, entry: Entry) -> Iterable[str]:
         for key in figures.SUMMARY:
             if figures.differs(given.get(key), anew[key]):
                 yield f"says {key} {plain(number(given[key]))}, its samples give {plain(anew[key])}"
-    for row in comparisons(group, entry):
+    for row in comparisons(group, entry, every=True):
         said, place = row["said"], f"against {row['against']}"
         if said.get("verdict") != row["verdict"]:
             yield f"says “{shown(said.get('verdict'))}” {place}, its data allow “{row['verdict']}”"
@@ -75,4 +86,4 @@ def _contradictions(group: Group, entry: Entry) -> Iterable[str]:
         for key, value in figures.operation(one).items():
             if figures.differs(one.get(key), value):
                 said = plain(number(one[key]))
-                yield f"{shown(one.get('name', ''))}: says {key} {said}, its median gives {plain(value)}"
+                yield f"{shown(one.get('name', ''))}: says {key} {said}, its raw data give {plain(value)}"

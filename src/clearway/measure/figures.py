@@ -90,9 +90,13 @@ def price_per_hour(given: Mapping[str, Any]) -> float | None:
 
 
 def operation(given: Mapping[str, Any]) -> dict[str, float | None]:
-    """GB/s and TFLOP/s of one operation from its median, bytes moved and FLOPs."""
-    middle = number(given.get("p50_ms"))
-    found: dict[str, float | None] = {}
+    """One operation's times from `samples_ms` where there are any, its GB/s and TFLOP/s from the median."""
+    samples = numbers(given.get("samples_ms"))
+    found = {key: number(given.get(key)) for key in ("n", "p20_ms", "p50_ms", "p80_ms")}
+    if samples:
+        taken = Samples(samples, None, samples[0], 0, True)
+        found = {"n": float(len(samples)), "p20_ms": taken.p20, "p50_ms": taken.p50, "p80_ms": taken.p80}
+    middle = found["p50_ms"]
     for key, amount, scale in (("gb_per_s", "bytes_moved", 1e6), ("tflop_per_s", "flops", 1e9)):
         done = number(given.get(amount))
         found[key] = done / middle / scale if done and middle and middle > 0 else None

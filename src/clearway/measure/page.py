@@ -91,8 +91,8 @@ def _chips(groups: Sequence[Group]) -> list[Markup]:
     ]
 
 
-def _machine(name: str, groups: Sequence[Group], shots: Shots) -> list[Markup]:
-    parts = [tag("h2", name)]
+def _machine(name: str, groups: Sequence[Group], shots: Shots) -> list[Markup | None]:
+    parts: list[Markup | None] = [tag("h2", name)]
     for group in groups:
         parts.append(tag("p", f"PyTorch {group.channel}", class_="channel"))
         parts += [_run(run, made, len(group.runs)) for run, made in group.runs.items()]
@@ -196,7 +196,7 @@ def _cell(column: Column, row: Row) -> Markup:
 
 def _conditions(group: Group) -> Markup | None:
     rows = conditions(group)
-    names = ("scenario", "contender", "run", "intended", "settings", "routes")
+    names = ("scenario", "contender", "run", "workload", "intended", "settings", "routes")
     columns = [Column(name, name, right=False) for name in names]
     return (
         tag("details", tag("summary", "What ran: settings and routes"), _grid(columns, rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from clearway.measure import figures, plots
+from clearway.measure.comparisons import BASE
 from clearway.measure.figures import mapping, number
 from clearway.measure.groups import Entry, Group
 from clearway.measure.markup import Markup, shown
@@ -25,7 +26,7 @@ def panels(
 
 def strips(group: Group, entries: Sequence[Entry]) -> list[plots.Strip]:
     """Each entry's samples and percentiles in seconds, for `plots.strips`."""
-    found = []
+    found: list[plots.Strip] = []
     for entry in entries:
         given = mapping(entry.record.throughput)
         anew = figures.throughput(given)
@@ -44,21 +45,16 @@ def _throughput(group: Group, entries: Sequence[Entry], rows: Sequence[Row]) -> 
     drawn = []
     if times := strips(group, entries):
         drawn.append(("Seconds a call", plots.strips(times)))
-    others = {row["against"] for row in rows if row.get("against")}
-    one = f" to {min(others)}" if len(others) == 1 else ""
+    ratios = [row for row in rows if row.get("ratio", 0) > 0]
+    others = list(dict.fromkeys(row["against"] for row in ratios))
+    base = BASE if BASE in others else next(iter(others), "")
     compared = [
-        (
-            row["contender"] if one else f"{row['contender']} to {row['against']}",
-            row["ratio"],
-            *row["interval"],
-            row["floor"],
-            row["verdict"],
-        )
-        for row in rows
-        if row.get("ratio", 0) > 0
+        (row["contender"], row["ratio"], *row["interval"], row["floor"], row["verdict"])
+        for row in ratios
+        if row["against"] == base
     ]
     if compared:
-        drawn.append((f"Ratio of times{one}, 95 % interval, noise floor shaded", plots.forest(compared)))
+        drawn.append((f"Ratio of times to {base}, 95 % interval, noise floor shaded", plots.forest(compared)))
     bars = []
     for entry in entries:
         given = mapping(mapping(entry.record.throughput).get("stages_ms"))

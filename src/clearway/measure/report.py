@@ -113,7 +113,7 @@ def _ledgers(group: Group, level: int) -> list[str]:
             lines += [f"**{_safe(table.scenario)}** ({_safe(table.work_words)}) · {TITLES[table.name]}", ""]
             lines += [*table_lines(table), ""]
     ran = [_values(row) for row in conditions(group)]
-    headings = ("scenario", "contender", "run", "intended", "settings", "routes")
+    headings = ("scenario", "contender", "run", "workload", "intended", "settings", "routes")
     return [*lines, _heading(level, "What ran"), *grid(headings, ran), ""]
 
 

@@ -146,6 +146,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("psnr_db", "PSNR", _psnr),
         Column("ssim", "SSIM", lambda value: f"{value:.4f}"),
         Column("latents_rel_l2", "latents, relative L2", lambda value: f"{value:.2g}"),
+        Column("tolerance_rel_l2", "allowed", lambda value: f"{value:.2g}"),
         Column("latents_psnr_db", "latents, PSNR", _psnr),
     ),
     "memory": (
@@ -221,12 +222,16 @@ def _operations(group: Group, entry: Entry) -> list[Row]:
     roofs = ceilings(entry)
     found = []
     for given in figures.rows(entry.record.operations):
-        rates = {key: value or number(given.get(key)) for key, value in figures.operation(given).items()}
-        row: Row = {key: number(given.get(key)) for key in ("n", "p50_ms", "bytes_moved", "flops")}
-        row |= {"name": shown(given.get("name", "")), **rates}
-        row["span_ms"] = (number(given.get("p20_ms")), number(given.get("p80_ms")))
+        anew = figures.operation(given)
+        row: Row = {
+            key: number(given.get(key)) for key in ("bytes_moved", "flops", "gb_per_s", "tflop_per_s")
+        }
+        row |= {"name": shown(given.get("name", ""))} | {
+            key: value for key, value in anew.items() if value is not None
+        }
+        row["span_ms"] = anew["p20_ms"], anew["p80_ms"]
         for share, key in (("gb_share", "gb_per_s"), ("tflop_share", "tflop_per_s")):
-            roof, rate = roofs.get(key), rates[key]
+            roof, rate = roofs.get(key), row[key]
             row[share] = rate / roof if roof and rate else None
         found.append(row)
     return found
@@ -246,22 +251,25 @@ def ceilings(entry: Entry) -> dict[str, float]:
 
 
 def _correctness(group: Group, entry: Entry) -> list[Row]:
+    """A row against the reference; one more against the stock path in the same dtypes, if any."""
     given = mapping(entry.record.correctness)
     if not given:
         return []
     latents = mapping(given.get("latents"))
-    verified = {True: "yes", False: "NO"}.get(given.get("verified"), "not checked")  # type: ignore[call-overload]
-    return [
-        {
-            "reference": shown(given.get("reference") or ""),
-            "verified": verified,
-            "max_error": number(given.get("max_error")),
-            "psnr_db": _decibels(given),
-            "ssim": number(given.get("ssim")),
-            "latents_rel_l2": number(latents.get("rel_l2")),
-            "latents_psnr_db": _decibels(latents),
-        }
-    ]
+    said = given.get("verified")
+    first = _likeness(given) | {
+        "verified": "yes" if said is True else "NO" if said is False else "not checked",
+        "latents_rel_l2": number(latents.get("rel_l2")),
+        "tolerance_rel_l2": number(given.get("tolerance_rel_l2")),
+        "latents_psnr_db": _decibels(latents),
+    }
+    stock = mapping(given.get("stock"))
+    return [first, _likeness(stock)] if stock else [first]
+
+
+def _likeness(given: Mapping[str, Any]) -> Row:
+    found: Row = {key: number(given.get(key)) for key in ("max_error", "ssim")}
+    return found | {"reference": shown(given.get("reference") or ""), "psnr_db": _decibels(given)}
 
 
 def _decibels(given: Mapping[str, Any]) -> float | str | None:
