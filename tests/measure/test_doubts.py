@@ -80,6 +80,6 @@ def test_what_ran_is_listed() -> None:
 
 
 def test_the_workload_is_named_and_long_settings_are_not() -> None:
-    settings = {"scenario": {"name": "s", "steps": 30, "notes": "long"}, "order": ["a", "b"], "rounds": 10}
+    settings = {"scenario": {"name": "s", "steps": 30, "notes": "x"}, "order": ["a", "b"], "rounds": 10}
     group = _group([made("s", "c", [1.0], {**H200, "settings": settings})])
-    assert (conditions(group)[0]["workload"], conditions(group)[0]["settings"]) == ("steps 30", "rounds 10")
+    assert (conditions(group)[0]["workload"], conditions(group)[0]["settings"]) == ("30 steps", "rounds 10")

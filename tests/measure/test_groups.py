@@ -1,4 +1,4 @@
-from clearway.measure.groups import arrange, build_words, machine_name
+from clearway.measure.groups import arrange, build_words, machine_name, workload
 from record_builders import H200, MAC, made, pair
 
 NIGHTLY = {**H200, "torch": "2.12.0.dev1", "torch_channel": "nightly"}
@@ -51,3 +51,22 @@ def test_a_build_in_words() -> None:
     assert words["commit"] == "fedcba9876 with uncommitted changes"
     assert words["torch"] == "2.11.0+cu130" and "dirty" not in words
     assert "triton" not in dict(build_words(MAC))
+
+
+def test_a_workload_in_a_few_words() -> None:
+    asked = {
+        "what": "whole",
+        "model": "embedded",
+        "width": 256,
+        "height": 384,
+        "steps": 5,
+        "sampler": "DPM++ SDE",
+    }
+    asked |= {"schedule": "Karras", "cfg_scale": 1.15, "ngms": 0.0, "batch_size": 1}
+    (group,) = arrange([("f", made("s", "c", None, {**H200, "settings": {"scenario": asked}}))]).groups
+    assert workload(group.entries[0]) == "model embedded, 256 × 384 px, 5 steps, DPM++ SDE Karras, CFG 1.15"
+    other = {"what": "vae", "ngms": 0.3, "batch_size": 4, "width": None}
+    (group,) = arrange([("f", made("s", "c", None, {**H200, "settings": {"scenario": other}}))]).groups
+    assert workload(group.entries[0]) == "one call of vae, NGMS 0.3, 4 at a time"
+    (group,) = arrange([("f", pair()[0])]).groups
+    assert workload(group.entries[0]) == ""

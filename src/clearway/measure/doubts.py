@@ -8,10 +8,10 @@ from typing import Any
 from clearway.measure import figures
 from clearway.measure.comparisons import comparisons
 from clearway.measure.figures import mapping, number, plain
-from clearway.measure.groups import Entry, Group
+from clearway.measure.groups import Entry, Group, workload
 from clearway.measure.markup import shown
 
-_NO_WORK = ("name", "title", "notes", "twin")  # of a scenario: what does not change what is done
+_TOLD = ("scenario", "precision", "order", "ceilings")  # settings that stand elsewhere or are long
 
 
 def withheld(group: Group) -> list[dict[str, Any]]:
@@ -36,9 +36,9 @@ def conditions(group: Group) -> list[dict[str, Any]]:
             "scenario": shown(entry.record.scenario),
             "contender": shown(entry.record.contender),
             "run": group.letter(entry),
-            "workload": _listed(_but(_settings(entry).get("scenario"), _NO_WORK)),
+            "workload": workload(entry),
             "intended": _listed(entry.record.intended),
-            "settings": _listed(_but(_settings(entry), ("scenario", "order", "ceilings"))),
+            "settings": _listed(_but(_settings(entry), _TOLD)),
             "routes": _listed(entry.record.routes, " × "),
         }
         for entry in group.published()

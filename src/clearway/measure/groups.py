@@ -121,3 +121,24 @@ def build_words(made: Mapping[str, Any]) -> list[tuple[str, str]]:
         dirty = name == "commit" and made.get("dirty") is True
         pairs.append((name.replace("_", " "), f"{words} with uncommitted changes" if dirty else words))
     return pairs
+
+
+def workload(entry: Entry) -> str:
+    """What an entry's scenario asks for, in a few words; "" where its record does not say."""
+    given = mapping(mapping(mapping(entry.record.provenance).get("settings")).get("scenario"))
+
+    def words(form: str, *names: str) -> str:
+        values = [given.get(name) for name in names]
+        return "" if None in values or 0 in values else shown(form.format(*map(str, values)))
+
+    parts = [
+        f"one call of {shown(given['what'])}" if given.get("what") not in (None, "whole") else "",
+        words("model {}", "model"),
+        words("{} × {} px", "width", "height"),
+        words("{} steps", "steps"),
+        words("{} {}", "sampler", "schedule"),
+        words("CFG {}", "cfg_scale"),
+        words("NGMS {}", "ngms"),
+        words("{} at a time", "batch_size") if given.get("batch_size") != 1 else "",
+    ]
+    return ", ".join(part for part in parts if part)

@@ -160,6 +160,7 @@ def _scenario(
     return tag(
         "article",
         tag("h4", scenario, tag("span", mine[0].work_words, class_=f"work {work.split()[0]}")),
+        tag("p", mine[0].workload, class_="note") if ledger == "throughput" and mine[0].workload else None,
         tag("div", *drawn, class_="plots") if drawn else None,
         *(_table(table) for table in mine),
         _pictures(entries, shots) if ledger == "correctness" else None,

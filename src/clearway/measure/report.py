@@ -89,7 +89,7 @@ def _build(group: Group, level: int) -> list[str]:
     for run, made in group.runs.items():
         words = "; ".join(f"{key} {value}" for key, value in build_words(made))
         lines += [f"Run {run}: {_safe(words)}.", ""]
-    lines += [f"Results: {words_of(tally(group))}.", ""]
+    lines += [f"{words_of(tally(group))}.", ""]
     if withheld(group):
         headings = ("scenario", "contender", "run", "", "reason")
         lines += ["Refused or failed, so no figure is shown:", ""]
@@ -111,6 +111,7 @@ def _ledgers(group: Group, level: int) -> list[str]:
         lines += [] if found else ["Nothing of it was recorded.", ""]
         for table in found:
             lines += [f"**{_safe(table.scenario)}** ({_safe(table.work_words)}) · {TITLES[table.name]}", ""]
+            lines += [f"{_safe(table.workload)}.", ""] if table.name == "time" and table.workload else []
             lines += [*table_lines(table), ""]
     ran = [_values(row) for row in conditions(group)]
     headings = ("scenario", "contender", "run", "workload", "intended", "settings", "routes")

@@ -14,7 +14,7 @@ from typing import Any
 from clearway.measure import figures
 from clearway.measure.comparisons import comparisons
 from clearway.measure.figures import count, mapping, number, plain, ratio, size, span
-from clearway.measure.groups import Entry, Group
+from clearway.measure.groups import Entry, Group, workload
 from clearway.measure.markup import shown
 from clearway.measure.record import WORK
 
@@ -53,6 +53,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    workload: str = ""
 
     @property
     def work_words(self) -> str:
@@ -81,7 +82,7 @@ def _span(pair: tuple[float | None, float | None]) -> str:
 
 
 def _ratio_span(pair: tuple[float | None, float | None]) -> str:
-    return f"{ratio(pair[0])}–{'∞' if pair[1] is None else ratio(pair[1])}"
+    return "0–∞" if pair[1] is None else f"{ratio(pair[0])}–{ratio(pair[1])}"
 
 
 def _percent(value: float) -> str:
@@ -180,7 +181,17 @@ def tables(group: Group, ledger: str) -> list[Table]:
                 kept = [
                     column for column in (*_LABEL, *_COLUMNS[name]) if any(column.text(row) for row in rows)
                 ]
-                found.append(Table(name, scenario, work, tuple(kept), rows, _notes(name, entries, rows)))
+                found.append(
+                    Table(
+                        name,
+                        scenario,
+                        work,
+                        tuple(kept),
+                        rows,
+                        _notes(name, entries, rows),
+                        workload(entries[0]),
+                    )
+                )
     return found
 
 
@@ -264,7 +275,9 @@ def _correctness(group: Group, entry: Entry) -> list[Row]:
         "latents_psnr_db": _decibels(latents),
     }
     stock = mapping(given.get("stock"))
-    return [first, _likeness(stock)] if stock else [first]
+    return (
+        [first, _likeness(stock)] if stock and stock.get("reference") != given.get("reference") else [first]
+    )
 
 
 def _likeness(given: Mapping[str, Any]) -> Row:
@@ -310,6 +323,10 @@ def _notes(name: str, entries: list[Entry], rows: list[Row]) -> list[str]:
     if name == "compared":
         tests = dict.fromkeys(row["test"] for row in rows if row["test"])
         found += [f"Test: {test}." for test in tests]
+        if any(row["interval"][1] is None for row in rows):
+            found.append(
+                "An interval of 0–∞ comes of too few rounds: below six, nothing can be called a difference."
+            )
         if any(row["floor"] is None for row in rows):
             found.append(
                 "Where the noise floor was not measured, or has no bound, nothing is called a difference."
