@@ -95,3 +95,7 @@ def test_a_frame_holds_buffers_that_refresh_fills_again() -> None:
     weight.fill_(2)
     assert frame.refresh() == 1
     assert (first.sum(), len(kept)) == (28, 0)
+    weight.data += 1  # raises no version
+    assert frame.refresh() == 0
+    kept.forget()
+    assert (frame.refresh(), frame.refresh(), first.sum()) == (1, 0, 42)

@@ -1,6 +1,7 @@
 """accelerate and restore: the same picture, every mark taken away, and others' things left alone."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_others_things_are_left_alone_and_named(unets: dict[str, Any]) -> None:
     block.attn2.set_processor(mine := Mine())
     resnet = unet.mid_block.resnets[0]
     resnet.norm1.register_forward_hook(lambda module, args, out: out * 1)
-    unet.mid_block.resnets[1].forward = theirs = unet.mid_block.resnets[1].forward
+    unet.mid_block.resnets[1].forward = theirs = functools.partial(unet.mid_block.resnets[1].forward)
     given = inputs(unet, 1, 8, 8)
     with torch.no_grad():
         expected = unet(**given)[0]
@@ -239,6 +240,16 @@ def test_what_wraps_a_forward_afterwards_keeps_working(unets: dict[str, Any]) ->
         assert torch.equal(unet(**given)[0], expected)
     assert calls == [1]
     assert "wrapped since" in str(report)
+
+
+def test_what_a_removed_hook_leaves_is_no_hindrance(unets: dict[str, Any]) -> None:
+    unet = copy.deepcopy(unets["sd1"])
+    for module in unet.modules():
+        module.forward = module.forward  # the class's own, at the instance
+    before, report = marks(unet), accelerate(unet)
+    assert not report.left
+    restore(unet)
+    assert marks(unet) == before
 
 
 def test_a_pipeline_is_accelerated_and_restored(folders: dict[str, Path]) -> None:

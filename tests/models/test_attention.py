@@ -131,6 +131,9 @@ def test_a_wrapped_projection_is_called_and_not_kept() -> None:
     attn.to_k = wrapped = Wrapped(attn.to_k)
     wrapped.scale = 3.0
     agree(attn, X, encoder_hidden_states=CONTEXT)
+    wrapped.base_layer.weight.data += 1  # as PEFT merges, and gives the layer back
+    attn.to_k = wrapped.base_layer
+    agree(attn, X, encoder_hidden_states=CONTEXT)
     alone = attention()
     placed(alone, packed=True)
     agree(alone, X)

@@ -47,7 +47,7 @@ class Kept:
     """Values of the last few sources; a copy of it, by deepcopy or pickle, starts empty."""
 
     def __init__(self, limit: int = 4) -> None:
-        self.limit = limit
+        self.limit, self.forgotten = limit, 0
         self._entries: list[_Entry] = []
 
     def __len__(self) -> int:
@@ -60,8 +60,9 @@ class Kept:
         return Kept(self.limit)
 
     def forget(self) -> None:
-        """Drops everything kept."""
+        """Drops everything kept, here and in captured graphs."""
         self._entries.clear()
+        self.forgotten += 1
 
     def get(
         self, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values], promised: bool = False
@@ -97,6 +98,8 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class _Held:
+    owner: Kept
+    forgotten: int
     weights: tuple[Tensor, ...]
     sign: Sign
     compute: Callable[[], Values]
@@ -125,18 +128,21 @@ class Frame:
             if source.is_cuda and torch.cuda.is_current_stream_capturing():
                 return compute()  # not seen at warm-up: left in the graph
             values = tuple(_buffer(value) for value in compute())
-            found = self.held[key] = _Held(tuple(weights), _sign(weights), compute, values)
+            found = self.held[key] = _Held(
+                owner, owner.forgotten, tuple(weights), _sign(weights), compute, values
+            )
         return found.values
 
-    def refresh(self, changed: Sequence[Tensor] = (), *, everything: bool = False) -> int:
-        """Recomputes what is held for `changed` inputs, or for weights with another sign; how many."""
+    def refresh(self, changed: Sequence[Tensor] = ()) -> int:
+        """Recomputes what is held for `changed` inputs, other weights, or what was forgotten; how many."""
         count = 0
         for (_, source), held in self.held.items():
-            sign = _sign(held.weights)
-            if everything or sign != held.sign or any(id(one) == source for one in changed):
+            sign, forgotten = _sign(held.weights), held.owner.forgotten
+            other = sign != held.sign or forgotten != held.forgotten
+            if other or any(id(one) == source for one in changed):
                 for buffer, value in zip(held.values, held.compute(), strict=True):
                     buffer.copy_(value)
-                held.sign = sign
+                held.sign, held.forgotten = sign, forgotten
                 count += 1
         return count
 

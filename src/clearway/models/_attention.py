@@ -6,11 +6,13 @@ projections can be one (`packed`). Source: diffusers 0.36 to 0.42.1, models/atte
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from clearway.execution.kept import Kept
 from clearway.models._bound import needs_gradient, plain, plain_weight
@@ -27,10 +29,15 @@ class Processor:
     def __init__(self, stock: Any, kept: bool, promised: bool, packed: bool) -> None:
         self.stock, self.promised, self.packed = stock, promised, packed
         self.kept = Kept() if kept else None
+        _listen()
         self._one: tuple[Tensor, Tensor | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_one": None}  # made again from the copy's own weights
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _listen()
 
     def __call__(
         self,
@@ -107,6 +114,23 @@ class Processor:
             for parameter in getattr(layer, "base_layer", layer).parameters(recurse=False):
                 parameter.data = parameter.data.clone()
         self._one = None
+
+
+@functools.cache
+def _listen() -> None:
+    """From now on a projection put in the place of another makes its attention forget keys and values.
+
+    PEFT merges an adapter through `.data`, which raises no version, and then puts the layer that it had
+    wrapped back in its place: the same object at the same address with other values.
+    """
+
+    def replaced(attn: nn.Module, name: str, _: Any) -> None:
+        if name in ("to_k", "to_v"):
+            processor = attn.__dict__.get("processor")
+            if isinstance(processor, Processor) and processor.kept is not None:
+                processor.kept.forget()
+
+    register_module_module_registration_hook(replaced)
 
 
 def _are_parts(parts: list[nn.Parameter], whole: Tensor | None) -> bool:

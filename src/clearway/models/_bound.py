@@ -20,6 +20,9 @@ class Bound(functools.partial[Any]):
     cache of compiled code, and its limit.
     """
 
+    before: Any = None
+    """What stood at the instance before, to be put back: the class's own forward, as Accelerate leaves it."""
+
     def give_way(self) -> None:
         """From now on the class's own forward runs, for somebody who still holds this."""
         self.__setstate__((own, self.args, {}, None))  # type: ignore[attr-defined]
@@ -44,7 +47,7 @@ def plain(module: Any, kind: type[nn.Module]) -> bool:
     """
     return (
         type(module) is kind
-        and "forward" not in module.__dict__
+        and not _replaced(module)
         and not module._forward_hooks
         and not module._forward_pre_hooks
         and module._compiled_call_impl is None
@@ -53,11 +56,18 @@ def plain(module: Any, kind: type[nn.Module]) -> bool:
 
 def occupied(module: nn.Module) -> str | None:
     """Why this module's forward is somebody else's already."""
-    if "forward" in module.__dict__:
+    if _replaced(module):
         return "its forward was replaced (offloading, or somebody's own)"
     if module._compiled_call_impl is not None:
         return "it is compiled"
     return None
+
+
+def _replaced(module: nn.Module) -> bool:
+    """Whether something else than its class's forward stands at this instance. Accelerate, when it takes a
+    hook away, leaves the class's own there."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def plain_weight(weight: Any) -> bool:

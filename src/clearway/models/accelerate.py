@@ -183,7 +183,7 @@ def _place(
             assert activation is not None
             within.add(id(last))
             _bind(f"{name}.conv_norm_out", last, "group_norm_silu", _fused_blocks.last_norm, None, report)
-            activation.forward = Bound(_fused_blocks.nothing, activation)
+            _stand_in(activation, _fused_blocks.nothing)
     for name, module in modules:
         if type(module) is nn.GroupNorm and id(module) not in within:
             _bind(name, module, "group_norm", _fused_blocks.group_norm, None, report)
@@ -196,8 +196,14 @@ def _bind(
     if reason:
         report.leave(reason, name)
         return
-    module.forward = Bound(run, module)
+    _stand_in(module, run)
     report.place(what, name)
+
+
+def _stand_in(module: nn.Module, run: Callable[..., Any]) -> None:
+    bound = Bound(run, module)
+    bound.before = module.__dict__.get("forward")
+    module.forward = bound
 
 
 def _swap(name: str, attn: Any, kept: bool, packed: bool, promised: bool, report: Report) -> None:
@@ -252,6 +258,8 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
     forward = held.get("forward")
     if isinstance(forward, Bound):
         del held["forward"]
+        if forward.before is not None:
+            held["forward"] = forward.before
         report.place("restored", name)
     elif (inner := _wrapped(module)) is not None:
         inner.give_way()
