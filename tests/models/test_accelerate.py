@@ -3,6 +3,8 @@
 import copy
 import functools
 import pickle
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 
 from clearway import Request
 from clearway.errors import RequestError
+from clearway.execution import executor
 from clearway.models import load
 from clearway.models._bound import Bound
 from clearway.models.accelerate import OPS, accelerate, apply, restore
 from clearway.ops import contract
 from clearway.pipeline import generate
 from clearway.types import Choices
+from fake_capture import Recorder
 
 FAMILIES = ("sd1", "sd2", "sdxl")
 
@@ -204,6 +208,58 @@ def wrap(unet: Any, scale: float = 1.0) -> None:
         for name in ("to_q", "to_k", "to_v", "time_emb_proj", "proj"):
             if isinstance(module._modules.get(name), nn.Linear):
                 setattr(module, name, LoRA(module._modules[name], scale))
+
+
+def test_captured_graphs_of_an_accelerated_unet(
+    unets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["clearway.execution.executor"], "TorchCapture", Recorder)
+    unet, routes = copy.deepcopy(unets["sdxl"]), Counter[str]()
+    accelerate(unet, packed_qkv=True)
+    run = executor("cuda_graph", unet, "unet", routes, promised=("encoder_hidden_states",))
+
+    def agree(given: dict[str, Any]) -> None:
+        torch.testing.assert_close(run(**given)[0], unet(**given)[0])
+
+    with torch.inference_mode():
+        first = inputs(unet, 2, 8, 8)
+        agree(first)
+        agree(first | {"sample": first["sample"] * 2, "timestep": first["timestep"] / 2})
+        agree(inputs(unet, 2, 8, 8, seed=1))  # another prompt
+        agree(inputs(unet, 1, 9, 7))  # another size
+        assert run.pool.captured == 2
+        longer = inputs(unet, 2, 8, 8)
+        agree(longer | {"encoder_hidden_states": longer["encoder_hidden_states"].repeat(1, 2, 1)})
+        with contract.use(attention="math"):
+            agree(first)
+        assert run.pool.captured == 4
+        torch.manual_seed(5)
+        wrap(unet)  # an adapter
+        agree(first)
+        for module in unet.modules():
+            if isinstance(module, LoRA):
+                module.scaling["style"] = 0.3
+        agree(first)
+        assert (run.pool.captured, len(run.pool.graphs)) == (6, 2)
+        for module in list(unet.modules()):  # merged, and the layers put back
+            for name, lora in list(module._modules.items()):
+                if isinstance(lora, LoRA):
+                    lora.base_layer.weight.data += lora.up.weight @ lora.down.weight
+                    setattr(module, name, lora.base_layer)
+        agree(first)
+        unet.double()
+        agree(doubled(first))
+    assert set(routes) == {"unet/cuda_graph"}
+    assert not run.pool.reasons
+    restore(unet)
+    assert not any("_clearway" in key for module in unet.modules() for key in vars(module))
+
+
+def doubled(given: dict[str, Any]) -> dict[str, Any]:
+    """The same in float64, its nested tensors too."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, Tensor.double, given)
 
 
 @pytest.mark.parametrize("late", [False, True])
