@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -6,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from clearway.measure.groups import Report, arrange
 from clearway.measure.page import page
 from clearway.measure.pictures import pictures
 from clearway.measure.record import Record
+from clearway.measure.report import as_json, markdown
 from record_builders import H200, MAC, made, pair, samples, throughput
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(1)>\" onmouseover='x' {{7*7}} ]]>"
@@ -179,3 +183,42 @@ def test_pictures_in_a_folder_of_the_machine_are_its_own(folder: Path) -> None:
 def test_pictures_without_their_reference_stand_alone(folder: Path) -> None:
     (folder / "sdxl-30--diffusers.png").unlink()
     assert page(arrange(("f", one) for one in _shown(H200)), pictures(folder)).count("<img") == 1
+
+
+LEDGERS = (
+    "provenance",
+    "intended",
+    "throughput",
+    "operations",
+    "correctness",
+    "memory",
+    "routes",
+    "comparisons",
+)
+ODD = (None, True, -1, 0, 5e-324, 1e308, 10**400, "x", [], {}, [None, 1], [[]], {"x": {}})
+
+
+def _spoilt(value: Any, at: int, odd: Any) -> tuple[Any, int]:
+    """The value with its `at`-th part, counted depth first, replaced by `odd`; and how many parts it has."""
+    if at == 0:
+        return odd, 1
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    made, parts = {}, 1
+    for key, item in items:
+        made[key], inner = _spoilt(item, at - parts, odd) if at - parts >= 0 else (item, 1)
+        parts += inner
+    return (made if isinstance(value, dict) else list(made.values())) if items else value, parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 5), st.sampled_from(sorted(LEDGERS)), st.integers(0, 30), st.sampled_from(ODD))
+def test_no_odd_value_stops_a_report(index: int, field: str, at: int, odd: Any) -> None:
+    records = _full("x", _provenance("x"))
+    sound = getattr(records[index], field)
+    spoilt = _spoilt(sound, at, odd)[0]
+    if isinstance(spoilt, type(sound)):  # else `record.read` refuses it
+        records[index] = dataclasses.replace(records[index], **{field: spoilt})
+    report = arrange(("f", record) for record in records)
+    page(report)
+    markdown(report)
+    json.dumps(as_json(report), allow_nan=False)

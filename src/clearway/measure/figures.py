@@ -69,7 +69,7 @@ def throughput(given: Mapping[str, Any]) -> dict[str, float | None]:
     images = number(given.get("images"))
     hourly = images * 3600 / middle if images and middle > 0 else None
     price = price_per_hour(given)
-    return {
+    found = {
         "n": float(len(samples)),
         "p20_s": taken.p20,
         "p50_s": middle,
@@ -78,6 +78,7 @@ def throughput(given: Mapping[str, Any]) -> dict[str, float | None]:
         "images_per_hour": hourly,
         "cost_per_1000": price * 1000 / hourly if price is not None and hourly else None,
     }
+    return {key: number(value) for key, value in found.items()}
 
 
 def price_per_hour(given: Mapping[str, Any]) -> float | None:
@@ -99,7 +100,7 @@ def operation(given: Mapping[str, Any]) -> dict[str, float | None]:
     middle = found["p50_ms"]
     for key, amount, scale in (("gb_per_s", "bytes_moved", 1e6), ("tflop_per_s", "flops", 1e9)):
         done = number(given.get(amount))
-        found[key] = done / middle / scale if done and middle and middle > 0 else None
+        found[key] = number(done / middle / scale) if done and middle and middle > 0 else None
     return found
 
 
