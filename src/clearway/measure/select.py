@@ -2,8 +2,8 @@
 
 1. The noise floor: the plain run against itself, on the user's scenario.
 2. Micro-benchmarks at the shapes that one generation runs propose routes.
-3. A first look: all candidates of the same arithmetic take turns for 3 rounds; what is slower than the floor
-   is out, the rest goes on, fastest first.
+3. A first look: all candidates of the same arithmetic take turns for 3 rounds; what is slower in every one,
+   and by more than the floor, is out. The rest goes on, fastest first.
 4. A trial each: paired by round with the plain run, the signed-rank test of `clock.compare`, the pictures of
    all rounds compared, the driver's peak, the cost of starting charged.
 5. The winners together against the plain run; then each left out in turn: what does not pay inside the
@@ -29,7 +29,7 @@ from clearway.measure.journal import Journal
 from clearway.measure.trial import LEAST_ROUNDS, Evaluator, Pictures, Terms, percent, trial, verdict
 
 LOOK_ROUNDS, LOOK_GROUP = 3, 4
-LOOK_SLACK = 0.01  # a median of 3 rounds is no test: what seems up to 1 % slower may go on
+LOOK_SLACK = 0.01  # 3 rounds are no test: what seems up to 1 % slower goes on in any case
 PLAIN = Change()
 Say = Callable[[str], None]
 Show = Callable[[Candidate, Pictures, Pictures], str | None]
@@ -37,7 +37,8 @@ Show = Callable[[Candidate, Pictures, Pictures], str | None]
 
 @dataclass
 class Outcome:
-    """What was found. `trials` has one row a candidate: name, section, what, status, why, result.
+    """What was found. `trials` has one row a candidate: name, section, what, status, why, result; `micro` is
+    what the micro-benchmarks found.
 
     `status` is "chosen", "lost", "rejected", "left out", "measured" (other sections), "not here" or
     "not decided". `complete` is False where time ran out before everything was measured.
@@ -47,6 +48,7 @@ class Outcome:
     chosen: tuple[str, ...]
     change: Change
     trials: list[dict[str, Any]]
+    micro: list[dict[str, Any]] = field(default_factory=list)
     combination: list[dict[str, Any]] = field(default_factory=list)
     verification: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
@@ -105,6 +107,7 @@ class _Selection:
             chosen=tuple(one.name for one in members),
             change=merged(one.change for one in members),
             trials=list(rows.values()),
+            micro=found["found"] if found else [],
             combination=steps,
             verification=checked,
             notes=self.notes,
@@ -162,7 +165,7 @@ class _Selection:
         groups = [candidates[at : at + LOOK_GROUP] for at in range(0, len(candidates), LOOK_GROUP)]
         for number, group in enumerate(groups):
             step = "look: " + ", ".join(one.name for one in group)
-            share = self._left() / 2 / (len(groups) - number)
+            share = self._left() / 3 / (len(groups) - number)
             found = self.journal.step(step, lambda g=group, s=share: self._looked(g, s))  # type: ignore[misc]
             if found is None:
                 self._undecided([one.name for one in group], rows)
@@ -176,15 +179,15 @@ class _Selection:
             if "ratio" not in look:
                 why = verdict(look, SAME, self.terms, self.floor)[1]
                 rows[one.name] |= {"status": "rejected", "why": why, "result": look}
-            elif math.log(look["ratio"]) > max(self.floor, LOOK_SLACK):
-                why = f"slower: {percent(look['ratio'])} in {LOOK_ROUNDS} rounds, before any test"
+            elif look["slower"] and math.log(look["ratio"]) > max(self.floor, LOOK_SLACK):
+                why = f"slower: {percent(look['ratio'])}, in each of the first {look['n']} rounds"
                 rows[one.name] |= {"status": "lost", "why": why, "result": look}
             else:
                 going.append(one)
         return sorted(going, key=lambda one: looks[one.name]["ratio"])
 
     def _looked(self, group: Sequence[Candidate], limit_s: float) -> dict[str, Any] | None:
-        """{name: {"ratio": median of 3 rounds} or why there is none}; None where there is no time left."""
+        """By name the median ratio of 3 rounds, or why there is none; None where there is no time left."""
         if math.isinf(self.floor) or self._left() < self.plain_s * 4 * (len(group) + 1):
             return None
         self.say("first look at " + ", ".join(one.name for one in group))
@@ -210,8 +213,12 @@ class _Selection:
                 elif reason := arms[name].proof():
                     found[name] = {"refused": reason}
                 else:
-                    pairs = zip(base.wall_s, samples.wall_s, strict=True)
-                    found[name] = {"ratio": statistics.median(b / a for a, b in pairs)}
+                    ratios = [b / a for a, b in zip(base.wall_s, samples.wall_s, strict=True)]
+                    found[name] = {
+                        "ratio": statistics.median(ratios),
+                        "slower": min(ratios) > 1,
+                        "n": len(ratios),
+                    }
         finally:
             for arm in arms.values():
                 arm.close()

@@ -142,10 +142,14 @@ def set_aside() -> Iterator[None]:
         _aside.reset(token)
 
 
-def adopted(path: Path, kind: str) -> Adopted:
-    """What was adopted for the model at `path` on devices of `kind`, on this machine as it is now."""
+def adopted(path: Path, kind: str, *, aside: bool | None = None) -> Adopted:
+    """What was adopted for the model at `path` on devices of `kind`, on this machine as it is now.
+
+    Nothing within `set_aside`; `aside` False asks all the same.
+    """
     found = home.read_json(FOLDER, ADOPTED).get(f"{kind}:{path}")
-    if _aside.get() or not isinstance(found, dict) or found.get("machine") != _machine(kind):
+    aside = _aside.get() if aside is None else aside
+    if aside or not isinstance(found, dict) or found.get("machine") != _machine(kind):
         return Adopted()
     try:
         named = found["precision"]
@@ -159,7 +163,8 @@ def adopt(
     model: Model, name: str, precision: Mapping[str, Any] | None, request: Mapping[str, Any]
 ) -> Adopted | None:
     """Adds dtypes by part and request fields to what is adopted for the model; None if the disk refused."""
-    kind, before = model.device.kind, adopted(model.path, model.device.kind)
+    kind = model.device.kind
+    before = adopted(model.path, kind, aside=False)
     dtypes = before.precision or model.precision
     after = Adopted(
         replace(dtypes, **precision) if precision else before.precision,
