@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from clearway import __version__
-from clearway.cli import doctor, generate, info, models, ops, samplers
+from clearway.cli import doctor, generate, info, models, ops, report, samplers
 from clearway.cli.output import prepare_streams, say
 from clearway.errors import ClearwayError, RequestError
 from clearway.ops import workarounds
 
-COMMANDS = (generate, models, samplers, info, doctor, ops)
+COMMANDS = (generate, models, samplers, info, doctor, ops, report)
 INTERRUPTED = 130
 SPIN_COUNT = "5000"  # measured in bench/results/cpu/spin_count.jsonl
 
