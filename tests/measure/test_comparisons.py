@@ -129,3 +129,9 @@ def test_records_of_another_moment_are_not_paired() -> None:
     base, mine = pair()
     later = dataclasses.replace(base, provenance={**base.provenance, "date": "2026-11-29T18:00:00Z"})
     assert not _only([later, mine])["anew"] and _only([base, mine])["anew"]
+
+
+def test_a_contender_of_the_same_name_elsewhere_is_not_itself() -> None:
+    times = samples(1.0, n=9)
+    row = _only([made("s", "c", times, comparisons=_told(against="c").comparisons)])
+    assert not row["anew"] and row["ratio"] == 0.9

@@ -149,11 +149,16 @@ def test_correctness_says_identical_wrong_and_unchecked() -> None:
 def test_the_stock_path_is_a_reference_of_its_own() -> None:
     stock = {"reference": "eager, float16", "psnr_db": 55.0, "max_error": 2}
     likeness = {"reference": "eager, float32", "verified": True, "psnr_db": 44.0, "stock": stock}
+    likeness["other_environment"] = {"reference": "c with torch 3", "identical": True}
     likeness |= {"latents": {"rel_l2": 0.004, "psnr_db": 50.0}, "tolerance_rel_l2": 0.005}
     (table,) = tables(group([made("s", "c", None, correctness=likeness)]), "correctness")
-    assert column(table, "reference") == ["eager, float32", "eager, float16"]
-    assert column(table, "PSNR") == ["44.0 dB", "55.0 dB"] and column(table, "verified") == ["yes", ""]
-    assert column(table, "allowed") == ["0.005", ""]
+    assert column(table, "reference") == ["eager, float32", "eager, float16", "c with torch 3"]
+    assert column(table, "PSNR") == ["44.0 dB", "55.0 dB", "identical"] and column(table, "verified") == [
+        "yes",
+        "",
+        "",
+    ]
+    assert column(table, "allowed") == ["0.005", "", ""]
 
 
 def test_memory_has_three_meters_and_says_how_they_were_read() -> None:

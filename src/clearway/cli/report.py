@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "--pictures",
         metavar="DIR",
         help="for .html: show the PNGs that `clearway bench --pictures DIR` saved "
-        "(<scenario>--<contender>.png; of several machines: each in a folder named after the machine)",
+        "(SCENARIO--CONTENDER.png; of several machines: each in a folder named after the machine)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -62,9 +62,7 @@ def _page(found: Any, folder: str | None) -> str:
 
     text = page(found, pictures(folder) if folder else None)
     if folder and "<img " not in text:
-        say(
-            f"no picture in {folder} is of one result with a correctness ledger (<scenario>--<contender>.png)"
-        )
+        say(f"no picture in {folder} is of one result with a correctness ledger (SCENARIO--CONTENDER.png)")
     return text
 
 

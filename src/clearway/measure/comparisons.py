@@ -63,9 +63,8 @@ def _place(group: Group, entry: Entry) -> tuple[bool, bool, int]:
 
 def _peer(group: Group, entry: Entry, name: Any) -> Entry | None:
     """The entry of the same run and scenario that a comparison names; None where not exactly one has it."""
-    found = [
-        each for each in group.entries if _beside(entry) == _beside(each) and each.record.contender == name
-    ]
+    others = [each for each in group.entries if each is not entry and _beside(each) == _beside(entry)]
+    found = [each for each in others if each.record.contender == name]
     return found[0] if len(found) == 1 else None
 
 

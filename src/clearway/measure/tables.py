@@ -262,7 +262,7 @@ def ceilings(entry: Entry) -> dict[str, float]:
 
 
 def _correctness(group: Group, entry: Entry) -> list[Row]:
-    """A row against the reference; one more against the stock path in the same dtypes, if any."""
+    """A row against the reference, one each against the stock path and another environment, if any."""
     given = mapping(entry.record.correctness)
     if not given:
         return []
@@ -274,10 +274,9 @@ def _correctness(group: Group, entry: Entry) -> list[Row]:
         "tolerance_rel_l2": number(given.get("tolerance_rel_l2")),
         "latents_psnr_db": _decibels(latents),
     }
-    stock = mapping(given.get("stock"))
-    return (
-        [first, _likeness(stock)] if stock and stock.get("reference") != given.get("reference") else [first]
-    )
+    more = [mapping(given.get(key)) for key in ("stock", "other_environment")]
+    known = given.get("reference")
+    return [first, *(_likeness(one) for one in more if one and one.get("reference") != known)]
 
 
 def _likeness(given: Mapping[str, Any]) -> Row:
