@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from clearway import Request
 from clearway.errors import RequestError
@@ -210,16 +211,21 @@ def wrap(unet: Any, scale: float = 1.0) -> None:
                 setattr(module, name, LoRA(module._modules[name], scale))
 
 
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_captured_graphs_of_an_accelerated_unet(
-    unets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    unets: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(sys.modules["clearway.execution.executor"], "TorchCapture", Recorder)
-    unet, routes = copy.deepcopy(unets["sdxl"]), Counter[str]()
+    if kind == "cpu":
+        monkeypatch.setattr(sys.modules["clearway.execution.executor"], "TorchCapture", Recorder)
+    elif not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    unet, routes = copy.deepcopy(unets["sdxl"]).requires_grad_(False).to(kind), Counter[str]()
     accelerate(unet, packed_qkv=True)
     run = executor("cuda_graph", unet, "unet", routes, promised=("encoder_hidden_states",))
 
     def agree(given: dict[str, Any]) -> None:
-        torch.testing.assert_close(run(**given)[0], unet(**given)[0])
+        given = tree_map_only(Tensor, lambda tensor: tensor.to(kind), given)
+        close(run(**given)[0], unet(**given)[0])
 
     with torch.inference_mode():
         first = inputs(unet, 2, 8, 8)
@@ -235,6 +241,7 @@ def test_captured_graphs_of_an_accelerated_unet(
         assert run.pool.captured == 4
         torch.manual_seed(5)
         wrap(unet)  # an adapter
+        unet.to(kind)
         agree(first)
         for module in unet.modules():
             if isinstance(module, LoRA):
@@ -248,18 +255,11 @@ def test_captured_graphs_of_an_accelerated_unet(
                     setattr(module, name, lora.base_layer)
         agree(first)
         unet.double()
-        agree(doubled(first))
+        agree(tree_map_only(Tensor, Tensor.double, first))
     assert set(routes) == {"unet/cuda_graph"}
     assert not run.pool.reasons
     restore(unet)
     assert not any("_clearway" in key for module in unet.modules() for key in vars(module))
-
-
-def doubled(given: dict[str, Any]) -> dict[str, Any]:
-    """The same in float64, its nested tensors too."""
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(Tensor, Tensor.double, given)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -50,11 +50,14 @@ class TorchCapture:
 
     def __init__(self) -> None:
         self._memory: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def absent(self, device: torch.device) -> str | None:
         """Why nothing can be captured on `device` now."""
         if device.type != "cuda":
             return f"CUDA graphs are for CUDA devices, this is {device.type}"
+        if device.index not in (None, torch.cuda.current_device()):
+            return f"its arguments are on {device}, which is not the current device"
         if torch.cuda.is_current_stream_capturing():
             return "somebody else is capturing already"
         return None
@@ -70,11 +73,12 @@ class TorchCapture:
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """One graph in the pool's memory."""
-        if self._memory is None:
+        if not self._graphs:  # a pool that all graphs have left cannot be entered again
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             output = run()
+        self._graphs.add(graph)
         return graph.replay, output
 
 
@@ -218,8 +222,10 @@ class CudaGraph:
             return reason
         if any(tensor.device != device for tensor in tensors):
             return "its arguments lie on several devices"
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return "a gradient is needed"
+        if torch.is_grad_enabled():
+            weights = () if owner is None else owner.parameters()
+            if any(tensor.requires_grad for tensor in (*tensors, *weights)):
+                return "a gradient is needed"
         if torch.is_autocast_enabled(device.type):
             return "torch.autocast is at work"
         if owner is not None and not _HOOKS.isdisjoint(owner.__dict__):
