@@ -182,7 +182,8 @@ def test_pictures_in_a_folder_of_the_machine_are_its_own(folder: Path) -> None:
 
 def test_pictures_without_their_reference_stand_alone(folder: Path) -> None:
     (folder / "sdxl-30--diffusers.png").unlink()
-    assert page(arrange(("f", one) for one in _shown(H200)), pictures(folder)).count("<img") == 1
+    text = page(arrange(("f", one) for one in _shown(H200)), pictures(folder))
+    assert text.count("<img") == 1 and "without their reference" in text
 
 
 LEDGERS = (

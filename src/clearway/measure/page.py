@@ -217,7 +217,11 @@ def _pictures(entries: Sequence[Entry], shots: Shots) -> Markup | None:
         if id(entry) in shots
     ]
     drawn = [shot for name in dict.fromkeys(name for name, _ in found) for shot in _against(name, found)]
-    words = f"One round's pictures; differences are shown × {GAIN}, and the figures below are of these two."
+    words = "One round's pictures, without their reference."
+    if any(one.difference for _, one in found):
+        words = (
+            f"One round's pictures; differences are shown × {GAIN}, and the figures below are of these two."
+        )
     return tag("div", tag("p", words, class_="note"), *drawn, class_="pictures") if drawn else None
 
 
