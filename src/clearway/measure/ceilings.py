@@ -6,6 +6,7 @@ and torch. The best of several runs counts: a ceiling is what was reached once, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -87,7 +88,7 @@ def measure(device: Device, dtype: str, timer: Timer) -> Ceilings:
         for side in SIDES:
             a, b = random(side * side).view(side, side), random(side * side).view(side, side)
             out = torch.empty_like(a)
-            seconds = best(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), timer)
+            seconds = best(functools.partial(torch.mm, a, b, out=out), timer)
             flops_per_s = max(flops_per_s, 2 * side**3 / seconds)
             if timer.now() - begun + 24 * seconds > LIMIT_S:  # the next side takes 8 times as long, thrice
                 break

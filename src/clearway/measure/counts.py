@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from clearway.measure.stages import patched
 from clearway.ops.contract import Op
@@ -29,7 +29,6 @@ READ = "aten::_local_scalar_dense"
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_attention_math_for_mps",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
 )
 """Fused attention that torch's table of formulas lacks."""
 
@@ -60,7 +59,7 @@ def _waits(recorder: Recorder, kind: str) -> Iterator[None]:
                 recorder.stack[-1].reads += 1
 
         warnings.simplefilter("always")
-        warnings.showwarning = heard  # type: ignore[assignment]
+        warnings.showwarning = heard
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
@@ -68,11 +67,11 @@ def _waits(recorder: Recorder, kind: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode beneath `counting`; `unknown` names foreign operations that have no formula."""
 
     def __init__(self, recorder: Recorder, kind: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._kind = kind
         self._inside_own = False
@@ -100,7 +99,7 @@ class Counting(TorchDispatchMode):
         if packet in flop_registry:
             span.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
         elif name in ATTENTION:
-            span.flops += int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+            span.flops += _attention(*args[:3])
         elif func.namespace not in ("aten", "clearway") and moved:
             self.unknown[name] += 1
         return out
@@ -122,6 +121,11 @@ class Counting(TorchDispatchMode):
                 self._inside_own = False
 
         return run
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """The two products of attention: q (…, L, E), k (…, S, E), v (…, S, D)."""
+    return 2 * q[..., 0, 0].numel() * q.shape[-2] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ the own times of a run add up to the run: nothing is counted twice and nothing i
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -149,14 +150,14 @@ def listening(recorder: Recorder, model: Model | None = None) -> Iterator[None]:
     from clearway import clock, guidance, models
 
     with ExitStack() as undo:
-        undo.enter_context(patched(clock.Clock, "stage", lambda inner: _stage(recorder, inner)))
-        undo.enter_context(patched(clock, "synchronize", lambda inner: _named(recorder, inner, "wait", WAIT)))
+        undo.enter_context(patched(clock.Clock, "stage", functools.partial(_stage, recorder)))
+        waiting = functools.partial(_named, recorder, name="wait", kind=WAIT)
+        undo.enter_context(patched(clock, "synchronize", waiting))
         for executor in _executors():
-            undo.enter_context(patched(executor, "__call__", lambda inner: _call(recorder, inner)))
+            undo.enter_context(patched(executor, "__call__", functools.partial(_call, recorder)))
         for owner, name in ((guidance.Guided, "guidance"), (models.UNetDenoiser, "denoiser")):
-            undo.enter_context(
-                patched(owner, "__call__", lambda inner, name=name: _named(recorder, inner, name, ARITHMETIC))
-            )
+            make = functools.partial(_named, recorder, name=name, kind=ARITHMETIC)
+            undo.enter_context(patched(owner, "__call__", make))
         if model is not None:
             for part, module in parts(model).items():
                 _hook(recorder, part, module, undo)
