@@ -107,6 +107,13 @@ def test_choices_are_applied_by_size_and_taken_away_again(model: Model) -> None:
     assert chosen.applied(model, 64, 64).choices == FAST  # the first object shares the modules
 
 
+def test_weights_are_laid_out_as_by_load_even_within_a_generation(model: Model) -> None:
+    stored(model)
+    with torch.inference_mode():
+        chosen.applied(model, 64, 64)
+    assert not any(weight.data.is_inference() for weight in model.unet.parameters())
+
+
 def test_what_a_caller_named_and_what_is_measured_is_left_alone(model: Model) -> None:
     stored(model)
     named = replace(model, choices=Choices(rows="separate"))

@@ -115,9 +115,14 @@ def applied(model: Model, width: int | None = None, height: int | None = None) -
     found = find(model, width or model.defaults.width, height or model.defaults.height)
     wanted = choices_from(found["choices"]) if found else Choices()
     if wanted != (held or Choices()):
+        import torch
+
         from clearway.models.accelerate import apply
 
-        apply(model, wanted)
+        with torch.inference_mode(
+            False
+        ):  # generate() runs in it, and weights laid out there stay marked by it
+            apply(model, wanted)
         _ours[model.unet] = wanted
     return model if wanted == model.choices else replace(model, choices=wanted)
 
