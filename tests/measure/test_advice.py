@@ -132,6 +132,9 @@ def test_a_slow_module_is_named_first() -> None:
     )
     first = advice(found, CUDA, Precision())[0]
     assert first.what == "look at unet.mid.conv" and first.bound == pytest.approx(0.49)
+    slow.own_share = 0.05
+    assert bottleneck(found, CUDA).startswith("unet takes 80%")
+    assert "Beside it, unet.mid.conv (Conv2d) takes 50 ms a call" in bottleneck(found, CUDA)
 
 
 def test_a_bottleneck_that_is_no_network() -> None:

@@ -137,6 +137,15 @@ def test_a_long_generation_is_shortened_and_scaled(model: Model, monkeypatch: py
     assert timer.now() < 64 + 4 + 8 + 4 + 4 + 1  # whole, first, shortened, counted, and the suspect again
 
 
+def test_a_last_step_that_calls_once_is_scaled_right(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Ticking()
+    plant("unet.conv_in", model, timer, monkeypatch, seconds=1.9)
+    found = profiler(model, timer).profile(dataclasses.replace(REQUEST, sampler="Heun", steps=8))
+    (unet,) = (row for row in found.rows if row.name == "unet")
+    assert len(found.calls_ms["unet"]) == 3 and unet.calls == 15
+    assert unet.ms == pytest.approx(15 * 1900, rel=0.01)
+
+
 def test_pictures_modules_and_saving_are_as_before(model: Model) -> None:
     before = generate(REQUEST, model)
     hooks = [len(module._forward_pre_hooks) for module in model.unet.modules()]

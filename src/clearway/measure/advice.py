@@ -56,8 +56,15 @@ class Machine:
 def bottleneck(profile: Profile, machine: Machine) -> str:
     """What takes the time and why, in one or two sentences."""
     slow = worst(profile)
+    found = f"{slow.path} {_slow_words(slow)}: {_excess(slow):.0%} of the generation" if slow else ""
     if slow and _excess(slow) >= LARGE:
-        return f"{_slow_words(slow)}: {_excess(slow):.0%} of the generation goes there."
+        return f"{found} goes there."
+    end = f" Beside it, {found}." if found else ""
+    return _heaviest(profile, machine) + end
+
+
+def _heaviest(profile: Profile, machine: Machine) -> str:
+    """The row that takes most, and what bounds it."""
     row = max(profile.rows, key=lambda row: row.ms)
     calls = f"{row.calls} calls, {row.ms / row.calls:.3g} ms each" if row.calls > 1 else f"{row.ms:.3g} ms"
     begin = f"{row.name} takes {row.share:.0%} of the generation ({calls})"
@@ -183,6 +190,6 @@ def _excess(one: Inner) -> float:
 
 def _slow_words(one: Inner) -> str:
     return (
-        f"{one.path} ({one.type}) takes {one.own_ms:.3g} ms a call, where work like its own "
-        f"usually takes {one.usual_ms:.2g} ms"
+        f"({one.type}) takes {one.own_ms:.3g} ms a call, where work like its own usually takes "
+        f"{one.usual_ms:.2g} ms"
     )

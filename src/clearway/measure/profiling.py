@@ -111,6 +111,9 @@ class Profiler:
         else:
             short, scale = _shortened(request, whole_ms, stage_ms)
             self._listened(short, stages)
+            called = sum(span.kind == CALL and span.name == "unet" for span in stages.spans)
+            if called and (calls := _called(result.routes, "unet")):  # a last step may call fewer times
+                scale["sampling"] = calls / scale["noise"] / called * scale["vae"]
             # operations this slow are not slowed down by being counted
             self._counted(replace(short, steps=1, count=1), counted, made)
             inside = counted
@@ -123,6 +126,8 @@ class Profiler:
         if self.model.device.kind == "cpu":
             made.rows = without(made.rows, WAIT)
         if scale:
+            for row in made.rows:
+                row.calls = _called(result.routes, row.name.removesuffix(" decode")) or row.calls
             made.profiled_ms.append(sum(row.host_ms for row in made.rows))
         made.calls_ms = _calls(stages)
         made.inside = self._modules(made, [inside], counted)
@@ -234,6 +239,11 @@ def graphs(model: Model, routes: Mapping[str, int]) -> dict[str, int]:
         if model.choices.executor != "eager" and (missed := routes.get(f"{part}/eager")):
             found[f"{part} calls without a graph"] = missed
     return found
+
+
+def _called(routes: Mapping[str, int], part: str) -> int:
+    """How often a network was called, by whatever executor."""
+    return sum(count for route, count in routes.items() if route.partition("/")[0] == part)
 
 
 def _calls(recorder: Recorder) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ Source: "Trace Event Format" (Google): complete events "X", counters "C", names 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from clearway.measure.stages import Recorder
 HOST, DEVICE = 1, 2
 
 
-def events(runs: Mapping[str, Recorder], memory: Sequence[tuple[float, int]] = ()) -> list[dict[str, Any]]:
+def events(runs: Mapping[str, Recorder]) -> list[dict[str, Any]]:
     """The trace events of each named run, a process of its own each: host on one line, device on another.
 
-    Device times begin where the run's first device event was recorded. `memory` is (seconds since the first
-    run's begin, driver bytes).
+    Device times begin where the run's first device event was recorded. A counter shows each stage's driver
+    peak from where the stage begins.
     """
     made: list[dict[str, Any]] = []
     for process, (name, recorder) in enumerate(runs.items(), 1):
@@ -46,14 +46,13 @@ def events(runs: Mapping[str, Recorder], memory: Sequence[tuple[float, int]] = (
             }
             common = {"name": span.name, "cat": span.kind, "ph": "X", "pid": process, "args": details}
             made.append({**common, "tid": HOST, "ts": _us(span.begin - zero), "dur": _us(span.seconds)})
+            if peak := span.memory.get("driver_peak_bytes"):
+                counter = {"name": "driver memory", "ph": "C", "pid": process, "tid": HOST}
+                made.append({**counter, "ts": _us(span.begin - zero), "args": {"peak bytes": peak}})
             begun = None if first_event is None else recorder.timer.between(first_event, span.begin_event)
             took = recorder.device_seconds(span)
             if begun is not None and took is not None:
                 made.append({**common, "tid": DEVICE, "ts": _us(begun), "dur": _us(took)})
-    made += [
-        {"name": "driver memory", "ph": "C", "pid": 1, "tid": HOST, "ts": _us(at), "args": {"bytes": value}}
-        for at, value in memory
-    ]
     return made
 
 
