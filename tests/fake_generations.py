@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from clearway.errors import UnavailableError
 from clearway.measure.candidates import SAME, Candidate, Change
+from clearway.measure.trial import TimeUp
 from fake_timer import FakeTimer
 
 PLAIN_S = 1.0
@@ -55,6 +57,7 @@ class Fake:
         self.findings: list[dict[str, object]] = []
         self.prepared: list[frozenset[str]] = []
         self.open = 0
+        self.deadline = math.inf
 
     def arm(self, change: Change):
         names = frozenset((*change.ops, *change.request))
@@ -65,8 +68,24 @@ class Fake:
         if self.log:
             with self.log.open("a") as file:
                 file.write(json.dumps(sorted(names)) + "\n")
+        made = Run(self, names)
         self.open += 1
-        return Run(self, names)
+        return made
+
+    @contextmanager
+    def within(self, seconds: float):
+        before, self.deadline = self.deadline, self.timer.now() + seconds
+        try:
+            yield
+        finally:
+            self.deadline = before
+
+    def spend(self, seconds: float) -> None:
+        """Passes time; ends at the deadline, as an alarm would."""
+        if self.timer.now() + seconds > self.deadline:
+            self.timer.spend(max(0.0, self.deadline - self.timer.now()))
+            raise TimeUp
+        self.timer.spend(seconds)
 
     def micro(self, limit_s: float):
         self.timer.spend(1.0)
@@ -85,7 +104,7 @@ class Run:
         self.names = names
         self.ready_s = sum(plant.ready_s for plant in self.plants)
         self.cold = True
-        of.timer.spend(self.ready_s)
+        of.spend(self.ready_s)
 
     def __call__(self, number: int) -> np.ndarray:
         self.of.calls += 1
@@ -100,7 +119,7 @@ class Run:
         noise = math.exp(self.of.rng.gauss(0, self.of.jitter))
         first = sum(plant.first_s for plant in self.plants) if self.cold else 0.0
         self.cold = False
-        self.of.timer.spend(PLAIN_S * self.of.factor(self.names) * noise + first)
+        self.of.spend(PLAIN_S * self.of.factor(self.names) * noise + first)
         pictures = np.random.default_rng(number).integers(64, 192, (1, 16, 16, 3)).astype(np.float64)
         return (pictures + sum(plant.error for plant in self.plants)).astype(np.uint8)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import pytest
 import torch
 
 from builders import tiny_sd1
+from clearway.measure import shapes
 from clearway.measure.candidates import Change
 from clearway.measure.generations import Generations
+from clearway.measure.trial import TimeUp
 from clearway.models import Model, load
 from clearway.models.accelerate import OPS
 from clearway.ops import state
@@ -111,7 +116,7 @@ def test_routes_on_trial_are_taken_and_gone_afterwards(evaluator: Generations) -
     with_ops = evaluator.arm(Change(ops=("attention",)))
     with_ops(0)
     assert with_ops.last is not None and with_ops.last.routes["attention/sdpa"] > 0
-    with evaluator_listening() as heard:
+    with shapes.listening() as heard:
         with_ops(0)
     keys = [key for op, key in heard.calls if op == "attention"]
     tuned = evaluator.arm(Change(ops=("attention",), tuned={"attention": dict.fromkeys(keys, "math")}))
@@ -119,12 +124,6 @@ def test_routes_on_trial_are_taken_and_gone_afterwards(evaluator: Generations) -
     assert tuned.last is not None and tuned.proof() is None
     assert "attention/sdpa" not in tuned.last.routes and tuned.last.routes["attention/math"] > 0
     assert state.tuned("attention", "cpu") is None
-
-
-def evaluator_listening():
-    from clearway.measure import shapes
-
-    return shapes.listening()
 
 
 def test_micro_benchmarks_are_of_what_a_generation_runs(
@@ -141,3 +140,16 @@ def test_micro_benchmarks_are_of_what_a_generation_runs(
     assert given["device"] == "cpu" and given["limit_s"] == 7.0
     assert {"attention", "geglu", "group_norm_silu", "layer_norm"} <= given["ops"]
     assert given["ops"] <= {*OPS, "softmax"}
+
+
+def test_what_takes_too_long_is_stopped(evaluator: Generations) -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeUp), evaluator.within(0.01):
+        while True:
+            time.sleep(0.001)
+    with evaluator.within(3600.0):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with ThreadPoolExecutor(1) as pool:  # no alarm there, and no error
+        assert pool.submit(lambda: evaluator.within(1.0).__enter__()).result() is None

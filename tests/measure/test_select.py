@@ -190,6 +190,15 @@ def test_too_little_time_decides_nothing_and_says_so() -> None:
     assert "not decided" in {one["status"] for one in found.trials}
 
 
+def test_an_executor_that_takes_too_long_to_build_costs_no_other_its_turn() -> None:
+    fake = Fake({"compiled": Plant(0.5, first_s=10_000.0), "win": Plant(0.9)})
+    listed = candidate("compiled", slot="executor"), candidate("win")
+    found = chosen(fake, *listed, terms=Terms(limit_s=600))
+    assert found.chosen == ("win",) and not found.complete
+    assert row(found, "compiled")["status"] == "not decided"
+    assert fake.timer.now() <= 600
+
+
 def test_time_that_ran_out_is_taken_up_again(tmp_path: Path) -> None:
     plants = {name: Plant(0.9 + index / 100) for index, name in enumerate("abcd")}
     runs = 0

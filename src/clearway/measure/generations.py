@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ from clearway.measure import shapes
 from clearway.measure.candidates import Change, changed_precision
 from clearway.measure.clock import HostTimer
 from clearway.measure.memory import Meter
+from clearway.measure.trial import TimeUp
 from clearway.models import chosen
 from clearway.models.accelerate import OPS, apply
 from clearway.models.model import Model
@@ -82,6 +87,25 @@ class Generations:
         model = apply(own, change.choices())
         machine.synchronize(model.device)
         return Run(self, change, model, time.perf_counter() - begun)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Raises TimeUp after `seconds`, by an alarm, which only a Unix process's main thread can have."""
+        here = threading.current_thread() is threading.main_thread()
+        if not (here and hasattr(signal, "setitimer") and math.isfinite(seconds)):
+            yield
+            return
+
+        def up(number: int, frame: Any) -> None:
+            raise TimeUp(f"{seconds:.0f} s have passed")
+
+        before = signal.signal(signal.SIGALRM, up)
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def micro(self, limit_s: float) -> list[dict[str, Any]]:
         """Every op's implementations at the shapes that one generation of this scenario runs."""

@@ -4,6 +4,7 @@
 2. Micro-benchmarks at the shapes that one generation runs propose routes.
 3. A first look: all candidates of the same arithmetic take turns for 3 rounds; what is slower in every one,
    and by more than the floor, is out. The rest goes on, fastest first.
+   Executors, which may take minutes to build, come after all else, with at most half of what time is left.
 4. A trial each: paired by round with the plain run, the signed-rank test of `clock.compare`, the pictures of
    all rounds compared, the driver's peak, the cost of starting charged.
 5. The winners together against the plain run; then each left out in turn: what does not pay inside the
@@ -26,9 +27,19 @@ from clearway.errors import one_line
 from clearway.measure.candidates import SAME, Candidate, Change, merged
 from clearway.measure.clock import Failed, Samples, compare, interleave
 from clearway.measure.journal import Journal
-from clearway.measure.trial import LEAST_ROUNDS, Evaluator, Pictures, Terms, percent, trial, verdict
+from clearway.measure.trial import (
+    LEAST_ROUNDS,
+    Evaluator,
+    Pictures,
+    Terms,
+    TimeUp,
+    percent,
+    trial,
+    verdict,
+)
 
 LOOK_ROUNDS, LOOK_GROUP = 3, 4
+SLOW_SLOT = "executor"
 LOOK_SLACK = 0.01  # 3 rounds are no test: what seems up to 1 % slower goes on in any case
 PLAIN = Change()
 Say = Callable[[str], None]
@@ -90,13 +101,19 @@ class _Selection:
     ) -> Outcome:
         self._find_floor()
         tried = [one for one in candidates if one.absent is None]
-        found = self.journal.step("micro", lambda: {"found": self.evaluator.micro(self._left() / 6)})
+        found = self.journal.step(
+            "micro", lambda: self._in_time(lambda: {"found": self.evaluator.micro(self._left() / 6)}, 0.5)
+        )
         proposed = propose(found["found"]) if found else []
         rows = {one.name: _row(one) for one in (*candidates, *proposed)}
         same = [one for one in (*tried, *proposed) if one.section == SAME]
         others = [one for one in tried if one.section != SAME]
-        going = self._look(same, rows)
-        winners = self._try(going, len(others), rows)
+        slow = [one for one in same if SLOW_SLOT in one.slots]
+        going = self._look([one for one in same if one not in slow], rows)
+        winners = self._try(going, len(others) + 2 * len(slow), rows)
+        for one in slow:
+            winners += self._try(self._look([one], rows, reserve=0.5), len(others), rows, reserve=0.5)
+        winners.sort(key=lambda one: rows[one.name]["result"]["charged"]["ratio"])
         members, steps = self._combine(winners, rows)
         members, checked = self._verify(members, winners, rows)
         self._measure(others, rows)
@@ -146,27 +163,36 @@ class _Selection:
             finally:
                 arm.close()
 
-        found = self.journal.step("noise floor", measure)
-        assert found is not None
-        self.floor, self.plain_s = found["floor"], found["p50_s"]
+        found = self.journal.step("noise floor", lambda: self._in_time(measure, 0.0))
+        if found:
+            self.floor, self.plain_s = found["floor"], found["p50_s"]
         if math.isinf(self.floor):
             self.journal.drop()
             self.complete = False
+            takes = f"a generation takes {self.plain_s:.1f} s, and " if found else ""
             self._note(
-                f"a generation takes {self.plain_s:.1f} s, and {self.terms.limit_s:g} s do not suffice to "
-                "tell a difference from noise; a larger --limit-s, a smaller --size or fewer --steps would do"
+                f"{takes}{self.terms.limit_s:g} s do not suffice to tell a difference from noise; "
+                "a larger --limit-s, a smaller --size or fewer --steps would do"
             )
         else:
             self.say(f"plain: {self.plain_s:.3f} s, noise floor {percent(math.exp(self.floor), sign=False)}")
 
-    def _look(self, candidates: Sequence[Candidate], rows: dict[str, dict[str, Any]]) -> list[Candidate]:
-        """Those worth a trial, fastest first; the others' rows say what was seen."""
+    def _look(
+        self, candidates: Sequence[Candidate], rows: dict[str, dict[str, Any]], reserve: float = 0.0
+    ) -> list[Candidate]:
+        """Those worth a trial, fastest first; the others' rows say what was seen.
+
+        `reserve` is the share of the time left that must be left over, whatever building takes.
+        """
         looks: dict[str, dict[str, Any]] = {}
         groups = [candidates[at : at + LOOK_GROUP] for at in range(0, len(candidates), LOOK_GROUP)]
         for number, group in enumerate(groups):
             step = "look: " + ", ".join(one.name for one in group)
             share = self._left() / 3 / (len(groups) - number)
-            found = self.journal.step(step, lambda g=group, s=share: self._looked(g, s))  # type: ignore[misc]
+            found = self.journal.step(
+                step,
+                lambda g=group, s=share: self._in_time(lambda: self._looked(g, s), reserve),  # type: ignore[misc]
+            )
             if found is None:
                 self._undecided([one.name for one in group], rows)
                 continue
@@ -224,14 +250,28 @@ class _Selection:
                 arm.close()
         return found
 
+    def _in_time(self, measure: Callable[[], dict[str, Any] | None], reserve: float) -> dict[str, Any] | None:
+        """What is measured; None where it did not end in its time."""
+        try:
+            with self.evaluator.within(self._left() * (1 - reserve)):
+                return measure()
+        except TimeUp:
+            return None
+
     def _try(
-        self, going: Sequence[Candidate], others: int, rows: dict[str, dict[str, Any]]
+        self,
+        going: Sequence[Candidate],
+        others: int,
+        rows: dict[str, dict[str, Any]],
+        reserve: float = 0.0,
     ) -> list[Candidate]:
-        """The candidates that win a trial against the plain run, best first."""
+        """The candidates that win a trial against the plain run."""
         winners = []
         for number, one in enumerate(going):
             waiting = len(going) - number + others + 2  # the combination and the verification come after
-            result = self._pair(f"trial: {one.name}", PLAIN, one.change, waiting, self.terms.seed)
+            result = self._pair(
+                f"trial: {one.name}", PLAIN, one.change, waiting, self.terms.seed, reserve=reserve
+            )
             if result is None:
                 self._undecided([one.name], rows)
                 continue
@@ -242,7 +282,7 @@ class _Selection:
             self.say(f"{one.name}: {why}")
             if passed:
                 winners.append(one)
-        return sorted(winners, key=lambda one: rows[one.name]["result"]["charged"]["ratio"])
+        return winners
 
     def _combine(
         self, winners: Sequence[Candidate], rows: dict[str, dict[str, Any]]
@@ -328,14 +368,21 @@ class _Selection:
             self.say(f"{one.name}: {why}")
 
     def _pair(
-        self, step: str, base: Change, change: Change, waiting: int, seed: int, shown: Candidate | None = None
+        self,
+        step: str,
+        base: Change,
+        change: Change,
+        waiting: int,
+        seed: int,
+        shown: Candidate | None = None,
+        reserve: float = 0.0,
     ) -> dict[str, Any] | None:
         """The trial called `step`, in its share of the time left for `waiting` of them; None: not decided."""
 
         def measure() -> dict[str, Any] | None:
             left = self._left()
             least = self.plain_s * 2 * (LEAST_ROUNDS + 2)  # 6 rounds and two warm-ups of both
-            if math.isinf(self.floor) or left < least:
+            if math.isinf(self.floor) or left < 1.5 * least:
                 return None
             return trial(
                 self.evaluator,
@@ -343,12 +390,12 @@ class _Selection:
                 change,
                 self.terms,
                 floor=self.floor,
-                limit_s=max(left / waiting, least),
+                limit_s=max(0.75 * left * (1 - reserve) / waiting, least),
                 seed=seed,
                 show=None if shown is None else lambda a, b: self.show(shown, a, b),
             )
 
-        return self.journal.step(step, measure)
+        return self.journal.step(step, lambda: self._in_time(measure, reserve))
 
     def _undecided(self, names: Sequence[str], rows: dict[str, dict[str, Any]]) -> None:
         self.complete = False

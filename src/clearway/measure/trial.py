@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 LEAST_ROUNDS = 6  # below, the signed-rank test cannot find anything at 5 %
 Pictures = dict[int, "np.ndarray"]
+
+
+class TimeUp(BaseException):
+    """What was begun did not end in its time. No Exception: what runs in between must not take it for one."""
 
 
 class Prepared(Protocol):
@@ -52,6 +57,10 @@ class Evaluator(Protocol):
 
     def arm(self, change: Change) -> Prepared:
         """The change, ready to run; a ClearwayError where it cannot be had."""
+        ...
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Raises TimeUp in what runs within it, once `seconds` have passed, where that can be done."""
         ...
 
     def micro(self, limit_s: float) -> list[dict[str, Any]]:
