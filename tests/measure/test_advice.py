@@ -63,7 +63,7 @@ def test_no_bound_is_more_than_what_it_touches(row: Row, machine: Machine) -> No
 
 def test_a_unet_far_from_its_ceilings_wants_other_code() -> None:
     found = profile(unet())
-    one = said(found)["other code for unet: routes, layout, compiled"]
+    one = said(found)["other code for unet (routes, layout, executor: clearway select)"]
     assert (one.kind, one.bound_ms) == (SAME, 600.0)
     assert bottleneck(found, CUDA).startswith(
         "unet takes 80% of the generation (10 calls, 80 ms each), at 25%"
@@ -74,6 +74,8 @@ def test_a_host_that_cannot_keep_up_wants_graphs() -> None:
     found = profile(unet(host_ms=790.0))
     assert said(found)["run unet compiled, or captured as a graph"].bound_ms == 600.0
     assert "launching its operations takes more" in bottleneck(found, CUDA)
+    graphed = dataclasses.replace(CUDA, executor="cuda_graph")
+    assert "run unet" not in " ".join(said(found, graphed))
     many = profile(unet(operations=500_000, device_ms=None, host_ms=800.0))
     assert "run unet compiled" in said(many, CPU)
 

@@ -133,7 +133,7 @@ def _about(found: Profile, model: Model, ceilings: Any, load_ms: float) -> dict[
     from clearway.measure.provenance import provenance
 
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    machine = Machine(model.device.kind, cores, torch.get_num_threads(), ceilings)
+    machine = Machine(model.device.kind, cores, torch.get_num_threads(), ceilings, model.choices.executor)
     precision = {name: getattr(model.precision, name) for name in model.precision.__slots__}
     rows = [asdict(row) | {"ms": row.ms} for row in found.rows]
     dtypes = sorted({row.dtype for row in found.rows if row.tflop_per_s is not None})

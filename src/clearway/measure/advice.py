@@ -19,6 +19,7 @@ from clearway.types import Precision
 
 SAME, PRECISION, LESS = "same arithmetic", "changed precision", "less work"
 KINDS = (SAME, PRECISION, LESS)
+NETWORKS = ("text_encoder", "unet", "vae decode")
 LOOP = ("unet", "guidance", "sampler arithmetic")
 NEAR_CEILING = 0.6
 LAUNCHES_DOMINATE = 0.4
@@ -45,12 +46,13 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What advice needs to know of the machine: device kind, cores, torch's threads, ceilings by dtype."""
+    """What advice must know: device kind, cores, torch's threads, ceilings by dtype, the model's executor."""
 
     kind: str
     cores: int
     threads: int
     ceilings: Callable[[str], Ceilings]
+    executor: str = "eager"
 
 
 def bottleneck(profile: Profile, machine: Machine) -> str:
@@ -91,7 +93,7 @@ def advice(profile: Profile, machine: Machine, precision: Precision) -> list[Adv
             made.append(Advice(kind, what, why, bound_ms, min(0.999, bound_ms / whole)))
 
     rows = {row.name: row for row in profile.rows}
-    networks = [row for row in profile.rows if row.floor_ms and row.operations]
+    networks = [row for row in profile.rows if row.operations and row.name.startswith(NETWORKS)]
     for one in profile.inside:
         if one.slow:
             add(SAME, f"look at {one.path}", _slow_words(one), _excess(one) * whole)
@@ -141,13 +143,18 @@ Add = Callable[[str, str, str, float], None]
 
 def _same(row: Row, machine: Machine, add: Add) -> None:
     """The same arithmetic by other code: at most down to the machine's ceiling."""
-    if launching(row, machine):
+    if launching(row, machine) and machine.executor == "eager":
         how = "compiled, or captured as a graph" if machine.kind == "cuda" else "compiled"
         why = f"{row.operations / max(1, row.calls):.0f} operations a call are launched one by one"
         add(SAME, f"run {row.name} {how}", why, row.ms - row.floor_ms)
     else:
         why = f"it takes {row.ms / max(row.floor_ms, 1e-9):.1f} times what the ceilings allow"
-        add(SAME, f"other code for {row.name}: routes, layout, compiled", why, row.ms - row.floor_ms)
+        add(
+            SAME,
+            f"other code for {row.name} (routes, layout, executor: clearway select)",
+            why,
+            row.ms - row.floor_ms,
+        )
 
 
 def _other_precision(row: Row, machine: Machine, precision: Precision, add: Add) -> None:
