@@ -1,4 +1,4 @@
-"""The real evaluator: whole generations of the user's scenario, from the prompt to the picture's numbers.
+"""The real evaluator: whole generations of the user's scenario, from the prompt's words to the PNG's bytes.
 
 Each arm has modules of its own around the same weights, so that arms can take turns without undoing one
 another; only what lays weights out anew holds them twice.
@@ -22,6 +22,7 @@ from torch import nn
 
 from clearway import device as machine
 from clearway.execution import forget
+from clearway.image import encode
 from clearway.measure import shapes
 from clearway.measure.candidates import Change, changed_precision
 from clearway.measure.clock import HostTimer
@@ -140,6 +141,8 @@ class Run:
         """Generation `number`: images uint8 (B, H, W, 3)."""
         with chosen.set_aside(), state.trying(self.change.tuned):
             self.last = generate(self.of.order(number, self.change), self.model)
+        for image, text in zip(self.last.images, self.last.infotexts, strict=True):
+            encode(image, "PNG", text)
         if self.change == Change():
             self.of.plain_calls = _calls(self.last)
         return self.last.images

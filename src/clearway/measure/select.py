@@ -144,7 +144,7 @@ class _Selection:
                     {"a": arm, "b": arm},
                     self.evaluator.timer,
                     rounds=max(LEAST_ROUNDS, self.terms.rounds * 2 // 3),
-                    limit_s=self._left() / 4,
+                    limit_s=self._left() / 2,
                     seed=self.terms.seed,
                 )
                 for one in found.values():
