@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 QUICK_S = 4.0  # a generation up to this long is run several times, whole
 PAIRS_S = 6.0  # for these runs, unprofiled and profiled in turn
 SHORT_S = 8.0  # a longer one is profiled over so few steps that they take about this long
-MOST_PAIRS = 5
+LEAST_PAIRS, MOST_PAIRS = 2, 5
 INSIDE_STEPS = 3
 BUSY = 1.2  # load a core before anything was measured
 WAIT = "wait for the device"
@@ -102,7 +102,8 @@ class Profiler:
         stages, inside, counted = (Recorder(self.timer, meter=meter) for meter in (self.meter, None, None))
         if whole_ms <= QUICK_S * 1000:
             made.profiled_ms.append(self._listened(request, stages))
-            for _ in range(min(MOST_PAIRS, int(PAIRS_S * 1000 / (2 * whole_ms))) - 1):
+            pairs = min(MOST_PAIRS, max(LEAST_PAIRS, int(PAIRS_S * 1000 / max(2 * whole_ms, 1e-9))))
+            for _ in range(pairs - 1):
                 made.unprofiled_ms.append(self._plain(request, keep=False)[0])
                 made.profiled_ms.append(self._listened(request, Recorder(self.timer, meter=self.meter)))
             steps = min(INSIDE_STEPS, request.steps or 1)
