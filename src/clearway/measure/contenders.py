@@ -1,0 +1,306 @@
+"""Contenders: ways to do a scenario's work, each prepared as an arm that the harness times and checks.
+
+Whole means prompt string in, PNG bytes out, in every arm. Each arm has module objects of its own over shared
+weights (`isolated`), so that what one does to its model is not done to another's; a memory layout of its own
+costs a copy of what is laid out. To add a contender: one entry in CONTENDERS. A choice of Clearway's needs
+none: "clearway:executor=cuda_graph,layout=channels_last" names it on the spot.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from clearway.errors import RequestError, UnavailableError, nearest
+from clearway.models import Model
+from clearway.types import Choices, Event, StepDone
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from clearway.measure.scenario import Scenario
+
+OWN = "clearway"
+BASE = "diffusers"  # the stock path that budgets and comparisons start from
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one untimed call gave: uint8 (B, H, W, 3), final latents (B, C, h, w) where they can be had.
+
+    In a network's scenario `latents` is the network's output and `images` None. `calls` counts UNet calls.
+    """
+
+    images: np.ndarray | None
+    latents: Tensor | None
+    calls: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Arm:
+    """A contender ready to run.
+
+    `call(round, side_px)` does one round's work, `side_px` wider than the scenario; `probe(round)` does it
+    once more and keeps what can be compared. `proof()` says why the intended path did not run, or None;
+    `routes()` what ran, both since `settle()`, which is called once the arm is warm: what captures or
+    compiles may run otherwise at first. `intended()` is what was to run, as JSON values.
+    """
+
+    call: Callable[..., Any]
+    probe: Callable[[int], Probe]
+    proof: Callable[[], str | None]
+    routes: Callable[[], Mapping[str, int]]
+    intended: Callable[[], dict[str, Any]]
+    work: str = "same"
+    settle: Callable[[], None] = field(default=lambda: None)
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+Prepare = Callable[["Scenario", Model], Arm]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to do the work. `slow` ones take minutes to get ready and are run only where they are named."""
+
+    name: str
+    title: str
+    prepare: Prepare
+    slow: bool = False
+
+
+def find(name: str) -> Contender:
+    """The contender called `name`; RequestError where there is none."""
+    if name in CONTENDERS:
+        return CONTENDERS[name]
+    own, sign, text = name.partition(":")
+    if own == OWN and sign:
+        choices = parse_choices(text)
+        return Contender(name, f"Clearway with {text}", lambda s, m: clearway_arm(s, m, choices))
+    raise RequestError(
+        f"contender {name!r} is not known; nearest: {nearest(name, CONTENDERS)} "
+        f"(or {OWN}:executor=…,layout=…,ops=a+b)"
+    )
+
+
+def usual(kind: str) -> list[str]:
+    """What runs on a device of `kind` where no contender is named: without compilers on the CPU."""
+    return [
+        name for name, one in CONTENDERS.items() if not one.slow and (kind != "cpu" or "compile" not in name)
+    ]
+
+
+def parse_choices(text: str) -> Choices:
+    """Choices from "executor=eager,ops=geglu+attention,routes=attention/sdpa"; RequestError for others."""
+    values: dict[str, Any] = {}
+    for pair in filter(None, text.split(",")):
+        key, sign, value = pair.partition("=")
+        if key not in Choices.__slots__ or not sign:
+            raise RequestError(f"choice {pair!r} is not known; it is one of {', '.join(Choices.__slots__)}")
+        values[key] = value
+    for key in ("ops", "routes"):
+        if key in values:
+            values[key] = tuple(filter(None, values[key].split("+")))
+    if "routes" in values:
+        pairs = [one.partition("/") for one in values["routes"]]
+        values["routes"] = tuple((op, implementation) for op, _, implementation in pairs)
+    if "packed_qkv" in values:
+        if values["packed_qkv"] not in ("true", "false"):
+            raise RequestError(f"packed_qkv is true or false, not {values['packed_qkv']!r}")
+        values["packed_qkv"] = values["packed_qkv"] == "true"
+    return Choices(**values)
+
+
+def isolated(module: Any) -> Any:
+    """A copy of a module whose parameters are new objects over the same memory, its buffers the same."""
+    import torch
+
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(parameter.data, requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer
+    return copy.deepcopy(module, memo)
+
+
+def isolated_model(model: Model) -> Model:
+    """The model with isolated networks: what is done to its modules is not done to the original's."""
+    return replace(
+        model,
+        unet=isolated(model.unet),
+        vae=isolated(model.vae),
+        text_encoders=tuple(isolated(one) for one in model.text_encoders),
+    )
+
+
+def clearway_arm(scenario: Scenario, model: Model, choices: Choices | None) -> Arm:
+    """Clearway itself, through `clearway.generate`; `choices` None means those that the model came with."""
+    wanted = model.choices if choices is None else choices
+    own, note = _with_choices(isolated_model(model), wanted)
+    intended = {"engine": "clearway", "choices": asdict(wanted), "precision": asdict(model.precision)}
+    if note:
+        intended["note"] = note
+    if scenario.what != "whole":
+        from clearway.measure.networks import clearway_network
+
+        return clearway_network(scenario, own, intended, note)
+    return _Whole(scenario, own, wanted, note).arm(intended)
+
+
+@dataclass(slots=True)
+class _Whole:
+    """Clearway's whole generation as an arm's parts; `seen` are the routes and notes of every call."""
+
+    scenario: Scenario
+    model: Model
+    wanted: Choices
+    note: str | None
+    seen: Counter[str] = field(default_factory=Counter)
+    notes: set[str] = field(default_factory=set)
+
+    def arm(self, intended: dict[str, Any]) -> Arm:
+        return Arm(
+            call=self.call,
+            probe=self.probe,
+            proof=self.proof,
+            routes=lambda: dict(self.seen),
+            intended=lambda: intended,
+            work=self.scenario.work,
+            settle=self.seen.clear,
+        )
+
+    def call(self, round: int, side_px: int = 0, on_event: Any = None) -> np.ndarray:
+        """Draws one round's pictures and makes them PNG bytes."""
+        from clearway.image import encode
+        from clearway.pipeline import generate
+
+        result = generate(self.scenario.request(round, side_px), self.model, on_event)
+        for image, text in zip(result.images, result.infotexts, strict=True):
+            encode(image, "PNG", text)
+        self.seen.update(result.routes)
+        self.notes.update(result.notes)
+        return result.images
+
+    def probe(self, round: int) -> Probe:
+        import torch
+
+        last: dict[int, Any] = {}
+
+        def listen(event: Event) -> None:
+            if isinstance(event, StepDone):
+                last[event.group] = event.denoised
+
+        before = _unet_calls(self.seen)
+        images = self.call(round, on_event=listen)
+        calls = _unet_calls(self.seen) - before
+        ends_at_zero = _ends_at_zero(self.scenario, self.model)
+        latents = torch.cat([one.float() for one in last.values()]) if ends_at_zero else None
+        joined = self.wanted.rows == "joined" or self.scenario.cfg_scale == 1.0
+        return Probe(images, latents, calls if joined else None)
+
+    def proof(self) -> str | None:
+        return self.note or misrouted(self.wanted, self.seen, ("unet", "vae")) or changed_dtype(self.notes)
+
+
+def misrouted(wanted: Choices, seen: Mapping[str, int], parts: tuple[str, ...]) -> str | None:
+    """Why these routes are not what `wanted` means, or None."""
+    for part in parts:
+        ran = {
+            route.partition("/")[2] for route, count in seen.items() if count and route.startswith(f"{part}/")
+        }
+        if not any(name.startswith(wanted.executor) for name in ran):
+            return f"{part} was to run by {wanted.executor} and ran by {', '.join(sorted(ran)) or 'nothing'}"
+        if wanted.executor != "eager" and "eager" in ran:
+            return f"{part} was to run by {wanted.executor} and {seen[f'{part}/eager']} calls ran eagerly"
+    for op, implementation in wanted.routes:
+        if not seen.get(f"{op}/{implementation}"):
+            return f"{op} was to run by {implementation} and never did"
+    return None
+
+
+def changed_dtype(notes: set[str]) -> str | None:
+    """The pipeline's note that a part ran again in another dtype, which no arm may do unseen."""
+    return next((note for note in sorted(notes) if "ran again" in note), None)
+
+
+def _unet_calls(seen: Mapping[str, int]) -> int:
+    return sum(count for route, count in seen.items() if route.startswith("unet/"))
+
+
+def _ends_at_zero(scenario: Scenario, model: Model) -> bool:
+    """Whether the last step's estimate of x0 is what the VAE gets: not for schedules that end above zero."""
+    from clearway import sampling
+
+    sampler, schedule = sampling.resolve(scenario.sampler, scenario.schedule)
+    return float(sampling.sigmas_for(sampler, schedule, scenario.steps, model.sigmas)[-1]) == 0
+
+
+def _with_choices(model: Model, wanted: Choices) -> tuple[Model, str | None]:
+    """The model run as `wanted`, and why it is not."""
+    if wanted == Choices():
+        return replace(model, choices=wanted), None
+    if importlib.util.find_spec("clearway.models.accelerate") is None:
+        return model, "this Clearway has no accelerate, so every choice but the plain one runs eagerly"
+    from clearway.models import accelerate
+
+    return accelerate.apply(model, wanted), None
+
+
+def _diffusers(name: str, title: str, slow: bool = False, **how: Any) -> Contender:
+    def prepare(scenario: Scenario, model: Model) -> Arm:
+        if scenario.what == "ops":
+            raise UnavailableError("Diffusers has no ops of its own to time")
+        from clearway.measure import diffusers_arms
+
+        return diffusers_arms.arm(scenario, model, **how)
+
+    return Contender(name, title, prepare, slow)
+
+
+def _clearway(name: str, title: str, choices: Choices | None) -> Contender:
+    return Contender(name, title, lambda scenario, model: clearway_arm(scenario, model, choices))
+
+
+CONTENDERS: dict[str, Contender] = {
+    one.name: one
+    for one in (
+        _clearway(OWN, "Clearway as it is chosen for this machine", None),
+        _clearway("clearway-eager", "Clearway, every network called as it is", Choices()),
+        _diffusers(BASE, "Diffusers' pipeline as its documentation shows it"),
+        _diffusers("diffusers-channels-last", "the same, UNet and VAE channels last", layout="channels_last"),
+        _diffusers(
+            "diffusers-compile-regional",
+            "torch.compile of the UNet's repeated blocks",
+            layout="channels_last",
+            scope="regional",
+        ),
+        _diffusers(
+            "diffusers-compile",
+            "torch.compile of UNet and VAE decoder, full graph, reduce-overhead on CUDA",
+            layout="channels_last",
+            scope="full",
+            mode="reduce-overhead",
+        ),
+        _diffusers(
+            "diffusers-compile-dynamic",
+            "torch.compile of UNet and VAE decoder, full graph, dynamic shapes",
+            slow=True,
+            layout="channels_last",
+            scope="full",
+            dynamic=True,
+        ),
+        _diffusers(
+            "diffusers-compile-max-autotune",
+            "torch.compile of UNet and VAE decoder, full graph, max-autotune",
+            slow=True,
+            layout="channels_last",
+            scope="full",
+            mode="max-autotune",
+        ),
+    )
+}

@@ -1,0 +1,221 @@
+"""One call of one network as an arm: the UNet on a guidance pair, the VAE's decoder, the text encoders.
+
+Every contender gets the same inputs, drawn per round on the device before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from clearway import device as machine
+from clearway import execution
+from clearway.execution import Eager
+from clearway.measure.contenders import Arm, Probe, isolated_model, misrouted
+from clearway.models import Model
+from clearway.types import Choices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from clearway.measure.compiled import Compiled
+    from clearway.measure.diffusers_arms import Parts
+    from clearway.measure.scenario import Scenario
+
+Given = dict[str, Any]
+TIMESTEP = 500.0  # half-way; the work is the same at all of them
+TITLES = {"unet": "one UNet call, guidance pair", "vae": "VAE decode", "text": "text encoders, one window"}
+
+
+def inputs(scenario: Scenario, model: Model, round: int, side_px: int = 0) -> Given:
+    """The arguments of the scenario's network for one round, in the model's dtypes on its device."""
+    seed, place = scenario.seeds[round % len(scenario.seeds)], str(model.device)
+    drawn_on = "cpu" if model.device.kind == "mps" else place
+    generator = torch.Generator(drawn_on).manual_seed(seed)
+
+    def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=drawn_on).to(place, dtype)
+
+    factor, channels = model.latent_factor, model.latent_channels
+    height, width = scenario.height // factor, (scenario.width + side_px) // factor
+    if scenario.what == "vae":
+        size = (scenario.batch_size, channels, height, width)
+        return {"z": drawn(*size, dtype=model.vae.dtype) / model.latent_scale}
+    if scenario.what == "text":
+        return {"ids": [_ids(scenario.prompt, one).to(place) for one in model.tokenizers]}
+    rows, dtype = scenario.batch_size * (1 if scenario.cfg_scale == 1 else 2), model.unet.dtype
+    context = sum(encoder.config.hidden_size for encoder in model.text_encoders)
+    given: Given = {
+        "sample": drawn(rows, channels, height, width, dtype=dtype),
+        "timestep": torch.full((rows,), TIMESTEP, device=place),
+        "encoder_hidden_states": drawn(rows, 77, context, dtype=dtype),
+        "added_cond_kwargs": {},
+    }
+    if model.family.name == "sdxl":
+        pooled = drawn(rows, model.text_encoders[-1].config.projection_dim, dtype=dtype)
+        sizes = [scenario.height, scenario.width + side_px, 0, 0, scenario.height, scenario.width + side_px]
+        ids = torch.tensor([sizes] * rows, device=place, dtype=dtype)
+        given["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": ids}
+    return given
+
+
+def _ids(prompt: str, tokenizer: Any) -> Tensor:
+    words = tokenizer.encode(prompt)[:75]
+    padding = [tokenizer.pad] * (75 - len(words))
+    return torch.tensor([[tokenizer.bos, *words, tokenizer.eos, *padding]])
+
+
+Run = Callable[[Given], "Tensor"]
+
+
+@dataclass(slots=True)
+class Networks:
+    """The callables of an arm's networks; which of them runs is the scenario's business."""
+
+    unet: Callable[..., Any]
+    vae: Callable[..., Any]
+    texts: tuple[Callable[..., Any], ...]
+
+    def run(self, what: str, given: Given) -> Tensor:
+        """One call of the network; for text the last but one hidden states side by side."""
+        if what == "unet":
+            out: Tensor = self.unet(
+                given["sample"],
+                given["timestep"],
+                encoder_hidden_states=given["encoder_hidden_states"],
+                added_cond_kwargs=given["added_cond_kwargs"],
+                return_dict=False,
+            )[0]
+            return out
+        if what == "vae":
+            picture: Tensor = self.vae(given["z"], return_dict=False)[0]
+            return picture
+        hidden = [
+            encoder(ids, output_hidden_states=True).hidden_states[-2]
+            for encoder, ids in zip(self.texts, given["ids"], strict=True)
+        ]
+        return torch.cat(hidden, dim=-1)
+
+
+class _Calls:
+    """An arm's call and probe over prepared inputs."""
+
+    def __init__(self, scenario: Scenario, model: Model, networks: Networks) -> None:
+        self._scenario, self._model, self._networks = scenario, model, networks
+        self._given = [inputs(scenario, model, round) for round in range(len(scenario.seeds))]
+        self._wider: dict[int, Given] = {}
+
+    @torch.inference_mode()
+    def call(self, round: int, side_px: int = 0) -> Tensor:
+        given = self._given[round % len(self._given)]
+        if side_px:
+            given = self._wider.setdefault(side_px, inputs(self._scenario, self._model, round, side_px))
+        with machine.tf32(self._model.device, self._model.precision.tf32):
+            return self._networks.run(self._scenario.what, given)
+
+    def probe(self, round: int) -> Probe:
+        """The network's output, copied before another call can overwrite it."""
+        return Probe(None, self.call(round).detach().float().clone())
+
+
+def clearway_network(scenario: Scenario, model: Model, intended: dict[str, Any], note: str | None) -> Arm:
+    """Clearway's call of the network, by the executor that the model's choices name."""
+    routes, choices = Counter[str](), model.choices
+    texts = tuple(Eager(one, "text_encoder", routes) for one in model.text_encoders)
+    networks = Networks(
+        executor(model.unet, "unet", choices, routes),
+        executor(model.vae.decode, "vae", choices, routes),
+        texts,
+    )
+    calls = _Calls(scenario, model, networks)
+    part = "text_encoder" if scenario.what == "text" else scenario.what
+    return Arm(
+        call=calls.call,
+        probe=calls.probe,
+        proof=lambda: note or misrouted(choices, routes, (part,)),
+        routes=lambda: dict(routes),
+        intended=lambda: intended,
+        settle=routes.clear,
+    )
+
+
+def executor(
+    module: Callable[..., Any], part: str, choices: Choices, routes: Counter[str]
+) -> Callable[..., Any]:
+    """The executor that `choices` name around `module`, as the pipeline has it."""
+    promised = ("encoder_hidden_states",)
+    return execution.executor(choices.executor, module, part, routes, fixed=choices.routes, promised=promised)
+
+
+def diffusers_network(scenario: Scenario, model: Model, parts: Parts, compiled: Compiled) -> Arm:
+    """A plain call of Diffusers' or transformers' module, compiled where that is asked for."""
+    holder = _Holder(parts.unet, parts.vae)
+    compiled.compile(holder)
+    calls = _Calls(scenario, model, Networks(holder.unet, holder.vae.decode, parts.texts))
+    count = Counter[str]()
+    label = f"{scenario.what}/diffusers {compiled.label}"
+
+    def call(round: int, side_px: int = 0) -> Tensor:
+        count[label] += 1
+        return calls.call(round, side_px)
+
+    return Arm(
+        call=compiled.watched(call),
+        probe=calls.probe,
+        proof=compiled.proof,
+        routes=lambda: dict(count),
+        intended=lambda: {"engine": "diffusers", "precision": asdict(model.precision), **compiled.intended()},
+        close=compiled.close,
+    )
+
+
+@dataclass(slots=True)
+class _Holder:
+    """What a pipeline is to `Compiled`: something that has a UNet and a VAE."""
+
+    unet: Any
+    vae: Any
+
+
+def output(scenario: Scenario, model: Model, round: int, dtype: str, place: str) -> Tensor:
+    """What the network gives in `dtype` on `place`, eagerly, on a copy: the reference (float32)."""
+    target = machine.dtype(dtype)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(place, target) if value.is_floating_point() else value.to(place)
+        if isinstance(value, dict):
+            return {key: moved(one) for key, one in value.items()}
+        return [moved(one) for one in value]
+
+    own = isolated_model(model)
+    for module in (own.unet, own.vae, *own.text_encoders):
+        torch.nn.Module.to(module, device=place, dtype=target)  # Diffusers' own `to` prints advice
+    given = moved(inputs(scenario, model, round))
+    with torch.inference_mode():
+        return Networks(own.unet, own.vae.decode, own.text_encoders).run(scenario.what, given).float()
+
+
+def cost(scenario: Scenario, model: Model) -> dict[str, Any]:
+    """FLOPs of a call by torch's own counter, and bytes that must move: weights, inputs, output once."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    given = inputs(scenario, model, 0)
+    modules = {"unet": (model.unet,), "vae": (model.vae.decoder,), "text": model.text_encoders}[scenario.what]
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        out = Networks(model.unet, model.vae.decode, model.text_encoders).run(scenario.what, given)
+    weights = sum(one.numel() * one.element_size() for module in modules for one in module.parameters())
+    tensors = [*_tensors(given), out]
+    moved = weights + sum(one.numel() * one.element_size() for one in tensors)
+    return {"flops": int(counter.get_total_flops()), "bytes_moved": int(moved)}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value
+    return [tensor for one in values for tensor in _tensors(one)]

@@ -1,0 +1,118 @@
+"""Contenders: modules of their own over shared weights, and proofs of what ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clearway.device import Device
+from clearway.errors import RequestError
+from clearway.measure import contenders
+from clearway.measure.contenders import changed_dtype, find, isolated, misrouted, parse_choices
+from clearway.measure.random_model import random_model
+from clearway.measure.scenario import Scenario
+from clearway.types import Choices, Precision
+
+TINY = Scenario(name="tiny", model="tiny-sd15-random", width=64, height=64, steps=2, count=3, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model("tiny-sd15", Device("cpu"), Precision())
+
+
+def test_isolated_modules_share_memory_and_nothing_else(model: Any) -> None:
+    own = isolated(model.unet)
+    before = model.unet.conv_in.weight
+    assert own.conv_in.weight is not before and own.conv_in.weight.data_ptr() == before.data_ptr()
+    own.to(memory_format=torch.channels_last)
+    own.conv_in.forward = lambda x: x
+    assert before.is_contiguous() and "forward" not in vars(model.unet.conv_in)
+    assert not own.conv_in.weight.is_contiguous() and torch.equal(own.conv_in.weight, before)
+    assert own.config == model.unet.config
+
+
+def test_clearway_draws_counts_and_keeps_the_last_latents(model: Any) -> None:
+    arm = find("clearway-eager").prepare(TINY, model)
+    found = arm.probe(0)
+    assert found.images.shape == (3, 64, 64, 3) and found.latents.shape == (3, 4, 8, 8)
+    assert found.calls == 4  # two groups of two steps
+    assert np.array_equal(arm.call(0), found.images) and not np.array_equal(arm.call(1), found.images)
+    assert arm.call(0, 64).shape == (3, 64, 128, 3)
+    assert arm.proof() is None and arm.work == "same"
+    assert {route.partition("/")[0] for route in arm.routes()} == {"text_encoder", "unet", "vae"}
+    assert arm.intended()["choices"]["executor"] == "eager"
+
+
+def test_latents_are_not_compared_where_a_schedule_ends_above_zero(model: Any) -> None:
+    ddim = replace(TINY, sampler="DDIM", schedule="Automatic", count=1, batch_size=1)
+    assert find("clearway").prepare(ddim, model).probe(0).latents is None
+
+
+def test_ngms_is_less_work(model: Any) -> None:
+    assert find("clearway").prepare(replace(TINY, ngms=3.0), model).work == "less work"
+
+
+def test_choices_are_applied_to_the_arms_own_modules(model: Any) -> None:
+    arm = find("clearway:layout=channels_last,ops=geglu").prepare(TINY, model)
+    assert arm.intended()["choices"]["layout"] == "channels_last" and arm.probe(0).images is not None
+    assert model.unet.conv_in.weight.is_contiguous()
+    plain = find("clearway-eager").prepare(TINY, model).probe(0)
+    assert np.abs(arm.probe(0).images.astype(int) - plain.images).max() <= 2
+
+
+def test_without_accelerate_a_choice_is_refused_in_words(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
+    arm = find("clearway:executor=cuda_graph").prepare(TINY, model)
+    assert "no accelerate" in (arm.proof() or "") and "no accelerate" in arm.intended()["note"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "seen", "words"),
+    [
+        (Choices(), {"unet/eager": 4}, None),
+        (Choices(executor="cuda_graph"), {"unet/cuda_graph": 4}, None),
+        (Choices(executor="cuda_graph"), {"unet/cuda_graph": 3, "unet/eager": 1}, "1 calls ran eagerly"),
+        (Choices(executor="cuda_graph"), {"unet/eager": 4}, "ran by eager"),
+        (Choices(), {}, "ran by nothing"),
+        (Choices(routes=(("attention", "sdpa"),)), {"unet/eager": 1}, "attention was to run by sdpa"),
+        (Choices(routes=(("attention", "sdpa"),)), {"unet/eager": 1, "attention/sdpa": 2}, None),
+    ],
+)
+def test_a_path_that_did_not_run_is_said(choices: Choices, seen: dict[str, int], words: str | None) -> None:
+    found = misrouted(choices, seen, ("unet",))
+    assert found is None if words is None else words in (found or "")
+
+
+def test_a_part_that_ran_again_in_another_dtype_is_said() -> None:
+    assert changed_dtype({"a word was read as text"}) is None
+    note = "the VAE returned NaN in float16 and ran again in float32"
+    assert changed_dtype({"other", note}) == note
+
+
+def test_choices_are_parsed() -> None:
+    text = "executor=compiled,rows=separate,ops=geglu+attention,packed_qkv=true"
+    text += ",routes=attention/sdpa+softmax/rows"
+    assert parse_choices(text) == Choices(
+        executor="compiled",
+        rows="separate",
+        ops=("geglu", "attention"),
+        routes=(("attention", "sdpa"), ("softmax", "rows")),
+        packed_qkv=True,
+    )
+    for wrong in ("speed=high", "executor", "packed_qkv=yes"):
+        with pytest.raises(RequestError):
+            parse_choices(wrong)
+
+
+def test_names_are_found_and_compilers_stay_off_the_cpu() -> None:
+    with pytest.raises(RequestError, match="nearest: 'diffusers'"):
+        find("difusers")
+    assert contenders.usual("cpu")[:3] == ["clearway", "clearway-eager", "diffusers"]
+    assert not any("compile" in name for name in contenders.usual("cpu"))
+    on_gpu = contenders.usual("cuda")
+    assert "diffusers-compile" in on_gpu and "diffusers-compile-max-autotune" not in on_gpu

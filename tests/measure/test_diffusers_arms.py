@@ -1,0 +1,96 @@
+"""Diffusers' pipelines on our noise levels draw what Clearway draws: two programs that share no flow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clearway.device import Device
+from clearway.errors import UnavailableError
+from clearway.measure.compiled import Compiled
+from clearway.measure.contenders import find
+from clearway.measure.diffusers_arms import Pipeline, reference
+from clearway.measure.quality import compare_tensors
+from clearway.measure.random_model import random_model
+from clearway.measure.scenario import Scenario
+from clearway.types import Precision
+
+# Diffusers' schedulers hand torch's tensors to NumPy in a way that NumPy 2 warns of
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+CPU = Device("cpu")
+TINY = Scenario(name="tiny", width=64, height=64, steps=3, cfg_scale=3.0)
+
+
+@pytest.fixture(scope="module", params=["tiny-sd15", "tiny-sdxl"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return random_model(request.param, CPU, Precision())
+
+
+@pytest.mark.parametrize(
+    ("sampler", "schedule", "calls"),
+    [("Euler", "Automatic", 3), ("DPM++ 2M", "Karras", 3), ("DPM++ SDE", "Karras", 5)],
+)
+def test_it_draws_what_clearway_draws(model: Any, sampler: str, schedule: str, calls: int) -> None:
+    one = replace(TINY, sampler=sampler, schedule=schedule)
+    theirs = find("diffusers").prepare(one, model)
+    ours, found = find("clearway-eager").prepare(one, model).probe(0), theirs.probe(0)
+    assert found.calls == ours.calls == calls
+    assert compare_tensors(found.latents, ours.latents)["rel_l2"] < 1e-3
+    assert np.abs(found.images.astype(int) - ours.images).max() <= 2  # one is rounded, the other cut off
+    assert theirs.proof() is None and theirs.routes() == {"unet/diffusers eager": calls}
+    assert type(theirs.intended()["scheduler"]) is str
+
+
+def test_groups_a_negative_prompt_and_no_guidance(model: Any) -> None:
+    for one in (
+        replace(TINY, negative="ugly", count=3, batch_size=2),
+        replace(TINY, cfg_scale=1.0, steps=1, sampler="Euler", schedule="Automatic"),
+    ):
+        ours, theirs = (find(name).prepare(one, model).probe(0) for name in ("clearway-eager", "diffusers"))
+        assert theirs.calls == ours.calls and theirs.latents.shape == ours.latents.shape
+        assert compare_tensors(theirs.latents, ours.latents)["rel_l2"] < 5e-3
+
+
+def test_channels_last_leaves_the_models_own_weights_alone(model: Any) -> None:
+    arm = find("diffusers-channels-last").prepare(TINY, model)
+    assert (
+        compare_tensors(arm.probe(0).latents, find("diffusers").prepare(TINY, model).probe(0).latents)[
+            "rel_l2"
+        ]
+        < 1e-3
+    )
+    assert model.unet.conv_in.weight.is_contiguous() and arm.intended()["layout"] == "channels_last"
+
+
+def test_a_float32_vae_beside_a_bfloat16_unet_runs() -> None:
+    mixed = random_model("tiny-sd15", CPU, Precision(unet="bfloat16", text_encoder="bfloat16"))
+    arm = find("diffusers").prepare(TINY, mixed)
+    assert arm.call(0).shape == (1, 64, 64, 3) and arm.proof() is None
+    exact = reference(TINY, mixed, "cpu").probe(0)
+    assert exact.latents.dtype == torch.float32
+    assert 1e-4 < compare_tensors(arm.probe(0).latents, exact.latents)["rel_l2"] < 0.5
+
+
+def test_another_dtype_than_was_asked_for_is_said(model: Any) -> None:
+    setup = Pipeline(TINY, model, Compiled())
+    setup.parts.vae.to(torch.float16)
+    assert setup.proof() == "the vae was to run in float32 and is in float16"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sampler": "Heun", "schedule": "Automatic"}, "no Diffusers scheduler"),
+        ({"ngms": 2.0}, "no NGMS"),
+        ({"prompt": "a (red:1.3) apple"}, "neither stress nor timing"),
+        ({"prompt": "a [red:blue:1] apple"}, "neither stress nor timing"),
+        ({"prompt": "apple " * 80}, "neither stress nor timing"),
+    ],
+)
+def test_other_work_is_refused_in_words(model: Any, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnavailableError, match=words):
+        find("diffusers").prepare(replace(TINY, **change), model)

@@ -1,0 +1,69 @@
+"""One call of one network: every contender gets the same inputs, and every call is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from clearway.device import Device
+from clearway.measure import networks
+from clearway.measure.contenders import find
+from clearway.measure.random_model import random_model
+from clearway.measure.scenario import Scenario
+from clearway.types import Precision
+
+SHAPES = {
+    ("unet", "tiny-sd15"): (2, 4, 8, 8),
+    ("vae", "tiny-sd15"): (1, 3, 64, 64),
+    ("text", "tiny-sd15"): (1, 77, 32),
+    ("unet", "tiny-sdxl"): (2, 4, 8, 8),
+    ("vae", "tiny-sdxl"): (1, 3, 64, 64),
+    ("text", "tiny-sdxl"): (1, 77, 64),
+}
+
+
+@pytest.fixture(scope="module", params=["tiny-sd15", "tiny-sdxl"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return random_model(request.param, Device("cpu"), Precision())
+
+
+def scenario(what: str, **more: Any) -> Scenario:
+    return Scenario(name=what, what=what, width=64, height=64, **more)
+
+
+@pytest.mark.parametrize("what", ["unet", "vae", "text"])
+def test_contenders_give_the_same(model: Any, what: str) -> None:
+    one, name = scenario(what), model.name.removesuffix("-random")
+    ours, theirs = (find(who).prepare(one, model) for who in ("clearway-eager", "diffusers"))
+    first = ours.probe(0)
+    assert first.images is None and first.latents.shape == SHAPES[what, name]
+    assert torch.equal(first.latents, theirs.probe(0).latents)
+    assert torch.equal(first.latents, networks.output(one, model, 0, "float32", "cpu"))
+    assert what == "text" or not torch.equal(first.latents, ours.probe(1).latents)
+    assert ours.proof() is None and theirs.proof() is None
+    theirs.call(0)
+    assert theirs.routes() == {f"{what}/diffusers eager": 1} and sum(ours.routes().values()) >= 1
+    if what != "text":
+        assert ours.call(0, 64).shape[-1] == 2 * first.latents.shape[-1]
+
+
+def test_without_guidance_half_the_rows_run(model: Any) -> None:
+    assert networks.inputs(scenario("unet", cfg_scale=1.0), model, 0)["sample"].shape[0] == 1
+
+
+def test_flops_grow_with_the_picture_and_bytes_are_those_of_weights_and_tensors() -> None:
+    tiny = random_model("tiny-sd15", Device("cpu"), Precision())
+    one = scenario("vae")
+    found, wide = networks.cost(one, tiny), networks.cost(replace(one, width=128), tiny)
+    assert wide["flops"] / found["flops"] == pytest.approx(2, rel=0.1)
+    weights = sum(value.numel() for value in tiny.vae.decoder.parameters()) * 4
+    assert found["bytes_moved"] == weights + 4 * (4 * 8 * 8 + 3 * 64 * 64)
+
+
+def test_a_choice_that_text_encoders_do_not_take_is_refused(model: Any) -> None:
+    arm = find("clearway:executor=compiled").prepare(scenario("text"), model)
+    arm.call(0)
+    assert "text_encoder was to run by compiled" in (arm.proof() or "")
