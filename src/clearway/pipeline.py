@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from clearway.clock import Clock
 from clearway.conditioning import encode
 from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
-from clearway.execution import Eager
+from clearway.execution import executor
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
 from clearway.models import Model, UNetDenoiser, decode, load
@@ -84,10 +85,10 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 step_noise = sampling.noise_for(sampler, noise, x, sigmas)
             # 5. the network as a function of (x, sigma), guidance bound to it
             network = UNetDenoiser(
-                Eager(model.unet, "unet", routes), model.sigmas, model.prediction, model.unet.dtype
+                _runner(model, model.unet, "unet", routes), model.sigmas, model.prediction, model.unet.dtype
             )
             skip = below(request.ngms, request.ngms_all_steps)
-            denoise = Guided(network, positive, negative, cfg_scale, skip)
+            denoise = Guided(network, positive, negative, cfg_scale, skip, model.choices.rows)
             # 6. the loop: nothing in it waits for the device
             with clock.stage("sampling"):
                 x = sampling.sample(
@@ -102,7 +103,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 latents = sampling.finish(x, sigmas)
             # 7. pixels, one picture at a time
             with clock.stage("vae"):
-                pixels, note = decode(model, latents, Eager(model.vae.decode, "vae", routes))
+                pixels, note = decode(model, latents, _runner(model, model.vae.decode, "vae", routes))
                 images = to_uint8(pixels)
             # 8. the result, with everything that repeats it
             results.append(
@@ -167,6 +168,14 @@ def _resolved(request: Request, model: Model) -> Request:
         return check(request.resolved(model.defaults))
     except RequestError as error:
         raise RequestError(f"the defaults of model {model.name!r} do not fit: {error}") from error
+
+
+def _runner(model: Model, run: Callable[..., Any], part: str, routes: Counter[str]) -> Callable[..., Any]:
+    """A network as the model's choices run it; conditionings are never changed in place."""
+    choices = model.choices
+    return executor(
+        choices.executor, run, part, routes, fixed=choices.routes, promised=("encoder_hidden_states",)
+    )
 
 
 def _given(request: Request, names: tuple[str, ...]) -> dict[str, float]:

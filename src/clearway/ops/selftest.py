@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearway import device
 from clearway.ops import contract, state
 from clearway.ops._implementation import Case, Given, Implementation, refused, same_layout
 from clearway.ops.contract import OPS, Op
@@ -249,8 +250,13 @@ def problem(
 
     `routed` also compares what a call by name gives, which must be the very same bits. The yardstick is plain
     PyTorch on the CPU, in float64 and in the arguments' own dtype; for `large` ones CUDA computes it, and MPS
-    what is in its own dtype.
+    what is in its own dtype. TF32 is off meanwhile: it is another precision, which convolutions take unasked.
     """
+    with device.tf32(device.Device(args[0].device.type), False):
+        return _problem(op, implementation, args, routed, large)
+
+
+def _problem(op: Op, implementation: Implementation, args: Case, routed: bool, large: bool) -> str:
     before = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
     where = "cuda" if large and args[0].is_cuda else "cpu"
     yardstick = op.exact if large else op.reference.run
