@@ -199,6 +199,12 @@ def test_an_executor_that_takes_too_long_to_build_costs_no_other_its_turn() -> N
     assert fake.timer.now() <= 600
 
 
+def test_a_busy_machine_is_said() -> None:
+    found = chosen(Fake({"win": Plant(0.95)}, jitter=0.3))
+    assert found.chosen == () and "busy" in found.notes[0] and "--fresh" in found.notes[0]
+    assert chosen(Fake({"win": Plant(0.95)})).notes == []
+
+
 def test_time_that_ran_out_is_taken_up_again(tmp_path: Path) -> None:
     plants = {name: Plant(0.9 + index / 100) for index, name in enumerate("abcd")}
     runs = 0

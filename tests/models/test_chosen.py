@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def test_a_change_of_the_machine_or_a_source_ends_it(
     if change == "sources":
         monkeypatch.setattr(chosen, "sources", lambda: "a kernel was changed")
     if change == "diffusers":
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99")
+        monkeypatch.setattr(chosen, "diffusers", lambda: "0.99")
     assert chosen.find(model, 64, 64) is None
     ((_, differs),) = chosen.outdated(model, 64, 64)
     assert len(differs) == 1 and " was " in differs[0]

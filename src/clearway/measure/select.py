@@ -40,6 +40,7 @@ from clearway.measure.trial import (
 
 LOOK_ROUNDS, LOOK_GROUP = 3, 4
 SLOW_SLOT = "executor"
+BUSY = 0.1  # a noise floor above this is the machine's other work
 LOOK_SLACK = 0.01  # 3 rounds are no test: what seems up to 1 % slower goes on in any case
 PLAIN = Change()
 Say = Callable[[str], None]
@@ -175,7 +176,13 @@ class _Selection:
                 "a larger --limit-s, a smaller --size or fewer --steps would do"
             )
         else:
-            self.say(f"plain: {self.plain_s:.3f} s, noise floor {percent(math.exp(self.floor), sign=False)}")
+            shown = percent(math.exp(self.floor), sign=False)
+            self.say(f"plain: {self.plain_s:.3f} s, noise floor {shown}")
+            if self.floor > BUSY:
+                self._note(
+                    f"this machine is busy: nothing below {shown} can be told from noise now; "
+                    "--fresh measures anew when it is idle"
+                )
 
     def _look(
         self, candidates: Sequence[Candidate], rows: dict[str, dict[str, Any]], reserve: float = 0.0

@@ -204,6 +204,12 @@ def choices_from(values: Mapping[str, Any]) -> Choices:
 
 
 @functools.cache
+def diffusers() -> str:
+    """The version of Diffusers, whose classes the networks are; reading it anew takes half a millisecond."""
+    return importlib.metadata.version("diffusers")
+
+
+@functools.cache
 def sources() -> str:
     """A digest of every source file that decides how a network is run."""
     digest = hashlib.sha256()
@@ -217,7 +223,7 @@ def _machine(kind: str) -> dict[str, Any]:
 
     return {
         "identity": state.identity(kind),
-        "diffusers": importlib.metadata.version("diffusers"),
+        "diffusers": diffusers(),
         "sources": sources(),
     }
 
