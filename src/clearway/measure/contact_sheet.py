@@ -12,6 +12,7 @@ from clearway.measure.quality import compare_pictures, difference_map
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
 
 SIDE_PX, EDGE_PX, LINE_PX = 256, 8, 18
 GAIN = 8
@@ -36,13 +37,14 @@ def write(path: Path, title: str, names: tuple[str, str], rows: Sequence[Row]) -
     `names` are the two columns'. Pictures are shown at most 256 pixels wide and high. Raises UnavailableError
     where the file cannot be written.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import ImageDraw, ImageFont
+    from PIL.Image import new
 
     font = ImageFont.load_default(13)
     width = 3 * SIDE_PX + 4 * EDGE_PX
     cells = [_cells(row) for row in rows]
     heights = [max(cell.height for cell in line if cell) + LINE_PX + EDGE_PX for line in cells]
-    sheet = Image.new("RGB", (width, EDGE_PX + 2 * LINE_PX + sum(heights)), PAPER)
+    sheet = new("RGB", (width, EDGE_PX + 2 * LINE_PX + sum(heights)), PAPER)
     draw = ImageDraw.Draw(sheet)
 
     def text(x: int, y: int, words: str, room: int) -> None:
@@ -71,18 +73,18 @@ def write(path: Path, title: str, names: tuple[str, str], rows: Sequence[Row]) -
     return path
 
 
-def _cells(row: Row) -> list[object]:
+def _cells(row: Row) -> list[Image | None]:
     """Before, after and the difference as small Pillow images; None for a difference that there is not."""
-    from PIL import Image
+    from PIL.Image import fromarray
 
     same = row.before.shape == row.after.shape
     pictures = [row.before, row.after, difference_map(row.after, row.before, GAIN) if same else None]
-    cells: list[object] = []
+    cells: list[Image | None] = []
     for picture in pictures:
         if picture is None:
             cells.append(None)
             continue
-        image = Image.fromarray(picture)
+        image = fromarray(picture)
         image.thumbnail((SIDE_PX, SIDE_PX))
         cells.append(image)
     return cells

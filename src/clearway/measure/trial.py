@@ -53,7 +53,10 @@ class Prepared(Protocol):
 class Evaluator(Protocol):
     """What runs generations: the real one, or a fake in tests."""
 
-    timer: Timer
+    @property
+    def timer(self) -> Timer:
+        """What times its generations."""
+        ...
 
     def arm(self, change: Change) -> Prepared:
         """The change, ready to run; a ClearwayError where it cannot be had."""
