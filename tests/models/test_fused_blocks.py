@@ -8,6 +8,7 @@ import torch
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from clearway.models import _fused_blocks
@@ -69,6 +70,57 @@ def test_a_residual_block_that_is_handed_over() -> None:
     hooked = resnet()
     hooked.norm2.register_forward_hook(lambda module, args, out: out * 2)
     agree(hooked, _fused_blocks.resnet, X, TEMB, fused=False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"out_channels": 8}, {"conv_shortcut": True, "out_channels": 8}], ids=str
+)
+def test_biases_of_a_residual_block_are_folded_away(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: every bias once, wherever it goes."""
+    monkeypatch.setattr(_fused_blocks, "bias_is_a_pass", lambda x: True)
+    for x in (X, X.to(memory_format=torch.channels_last)):
+        block, routes = resnet(**options), dict[str, int]()
+        agree(block, _fused_blocks.folded_resnet, x, TEMB)
+        agree(resnet(temb_channels=None, **options), _fused_blocks.folded_resnet, x, None)
+        with torch.no_grad(), contract.recording(routes):
+            _fused_blocks.folded_resnet(block, x, TEMB)
+        assert routes == {"group_norm_silu/reference": 2, "residual_add/reference": 1}
+
+
+@pytest.mark.parametrize("change", ["hook", "scale", "up", "gradient"])
+def test_biases_stay_where_they_cannot_be_folded(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fused_blocks, "bias_is_a_pass", lambda x: True)
+    block = resnet(up=change == "up", output_scale_factor=2.0 if change == "scale" else 1.0)
+    if change == "hook":
+        block.conv2.register_forward_hook(lambda module, args, out: out * 2)
+    if change == "gradient":
+        x = X.clone().requires_grad_()
+        torch.testing.assert_close(_fused_blocks.folded_resnet(block, x, TEMB), block(x, TEMB))
+        assert _fused_blocks.folded_resnet(block, x, TEMB).requires_grad
+    else:
+        agree(block, _fused_blocks.folded_resnet, X, TEMB)
+
+
+def upsampler(**options: Any) -> Upsample2D:
+    torch.manual_seed(0)
+    return Upsample2D(8, **({"use_conv": True, "out_channels": 6} | options)).eval()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [None, (12, 10)])
+def test_an_upsampler(layout: torch.memory_format, size: tuple[int, int] | None) -> None:
+    agree(upsampler(), _fused_blocks.upsample, X.to(memory_format=layout), size)
+
+
+def test_an_upsampler_that_is_handed_over() -> None:
+    agree(upsampler(), _fused_blocks.upsample, X, (13, 10), fused=False)
+    agree(upsampler(use_conv=False, out_channels=8), _fused_blocks.upsample, X, fused=False)
+    agree(upsampler(use_conv_transpose=True), _fused_blocks.upsample, X, fused=False)
+    hooked = upsampler()
+    hooked.conv.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    agree(hooked, _fused_blocks.upsample, X, fused=False)
 
 
 def transformer(**options: Any) -> BasicTransformerBlock:

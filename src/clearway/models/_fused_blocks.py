@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearway.models._bound import needs_gradient, own, plain
+from clearway.models._bound import needs_gradient, own, plain, plain_weight
 from clearway.ops.geglu import geglu
 from clearway.ops.group_norm_silu import group_norm_silu
 from clearway.ops.layer_norm import layer_norm
+from clearway.ops.residual_add import residual_add
+from clearway.ops.upsample_conv import upsample_conv
 
 
 def _norm(norm: nn.GroupNorm, x: Tensor, shift: Tensor | None = None, activation: bool = True) -> Tensor:
@@ -44,6 +46,50 @@ def resnet(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: 
         input_tensor = block.conv_shortcut(input_tensor)
     out = input_tensor + h
     return out if block.output_scale_factor == 1.0 else out / block.output_scale_factor
+
+
+def folded_resnet(
+    block: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """ResnetBlock2D where convolutions add their bias in a pass of its own: the first one's goes into the
+    second norm, the second's and the shortcut's into the residual addition."""
+    convolutions = (block.conv1, block.conv2, block.conv_shortcut)
+    if (
+        not bias_is_a_pass(input_tensor)
+        or block.output_scale_factor != 1.0
+        or block.upsample is not None
+        or block.downsample is not None
+        or not all(conv is None or _foldable(conv) for conv in convolutions)
+    ):
+        return resnet(block, input_tensor, temb, *args, **kwargs)
+    if args or kwargs or needs_gradient(block, input_tensor) or refuse_resnet(block):
+        return own(block, input_tensor, temb, *args, **kwargs)
+    shift: Tensor | None = block.conv1.bias
+    h = _without_bias(block.conv1, _norm(block.norm1, input_tensor))
+    if block.time_emb_proj is not None and temb is not None and block.time_embedding_norm == "default":
+        projected = block.time_emb_proj(temb if block.skip_time_act else F.silu(temb))
+        shift = projected if shift is None else projected + shift
+    h = _without_bias(block.conv2, block.dropout(_norm(block.norm2, h, shift)))
+    bias: Tensor | None = block.conv2.bias
+    if block.conv_shortcut is not None:
+        input_tensor = _without_bias(block.conv_shortcut, input_tensor)
+        other = block.conv_shortcut.bias
+        bias = other if bias is None else bias if other is None else bias + other
+    out: Tensor = residual_add(h, bias, input_tensor)
+    return out
+
+
+def bias_is_a_pass(x: Tensor) -> bool:
+    """Whether PyTorch adds a convolution's bias after it: on CUDA; on the CPU oneDNN does it within."""
+    return x.is_cuda
+
+
+def _foldable(conv: Any) -> bool:
+    return plain(conv, nn.Conv2d) and plain_weight(conv.weight) and conv.padding_mode == "zeros"
+
+
+def _without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def refuse_resnet(block: Any) -> str | None:
@@ -95,6 +141,47 @@ def transformer(
         )
     normed, x = _layer_norm(block.norm3, out, x)
     return block.ff(normed) + x
+
+
+def upsample(block: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Upsample2D by two with its convolution."""
+    x = hidden_states
+    twice = output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3])
+    if args or kwargs or not twice or needs_gradient(block, x) or refuse_upsample(block):
+        return own(block, hidden_states, output_size, *args, **kwargs)
+    return upsample_conv(x, block.conv.weight, block.conv.bias)
+
+
+def refuse_upsample(block: Any) -> str | None:
+    """Why this upsampler is not one operation with its convolution."""
+    conv = getattr(block, "conv", None)
+    if not block.use_conv or block.use_conv_transpose or not block.interpolate or block.norm is not None:
+        return "it is not nearest upsampling and one convolution"
+    if not _foldable(conv) or conv.kernel_size != (3, 3) or conv.padding != (1, 1):
+        return "its convolution is wrapped, hooked or not 3x3"
+    if conv.stride != (1, 1) or conv.groups != 1 or conv.dilation != (1, 1):
+        return "its convolution strides, dilates or is grouped"
+    return None
+
+
+def image_of_tokens(
+    block: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    batch_size: int,
+    height: int,
+    width: int,
+    inner_dim: int,
+) -> Tensor:
+    """The end of Transformer2DModel: tokens (B, h w, C) are a channels-last image as they lie.
+
+    Diffusers copies them into a contiguous one.
+    """
+    x = hidden_states if not block.use_linear_projection else block.proj_out(hidden_states)
+    x = x.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
+    if not block.use_linear_projection:
+        x = block.proj_out(x)
+    return x + residual
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

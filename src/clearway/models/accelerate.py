@@ -22,13 +22,24 @@ from clearway.models._bound import Bound, occupied, plain, plain_weight
 from clearway.models.model import Model
 from clearway.types import Choices
 
-OPS = ("attention", "cross_kv", "geglu", "group_norm_silu", "layer_norm")
-"""What can be put in place, each on its own (`cross_kv`: keys and values of a context once; it comes with
-`attention`, whose processor does it)."""
+OPS = (
+    "attention",
+    "cross_kv",
+    "geglu",
+    "group_norm_silu",
+    "layer_norm",
+    "residual_add",
+    "upsample_conv",
+)
+"""What can be put in place, each on its own; `cross_kv` (keys and values of a context once) comes with
+`attention`, whose processor does it, `residual_add` (convolutions' biases folded away) with
+`group_norm_silu`."""
 
 LAYOUTS = ("contiguous", "channels_last")
 ROWS = ("joined", "separate")
 _STRIDES = "_clearway_strides"
+_TOKENS = "_get_output_for_continuous_inputs"
+"""The method of Transformer2DModel that makes an image of tokens again."""
 _SHOWN = 3
 
 
@@ -84,7 +95,7 @@ def accelerate(
     restore(target)
     report = Report()
     for label, part in parts:
-        _place(label, part, chosen, packed_qkv, isinstance(target, Model), report)
+        _place(label, part, chosen, layout, packed_qkv, isinstance(target, Model), report)
         if layout == "channels_last" and _has_images(part):
             _channels_last(label, part, report)
     return report
@@ -147,12 +158,20 @@ def _walk(label: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _place(
-    label: str, part: nn.Module, ops: tuple[str, ...], packed: bool, promised: bool, report: Report
+    label: str,
+    part: nn.Module,
+    ops: tuple[str, ...],
+    layout: str | None,
+    packed: bool,
+    promised: bool,
+    report: Report,
 ) -> None:
     from diffusers.models.activations import GEGLU
     from diffusers.models.attention import BasicTransformerBlock
     from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
+    from diffusers.models.transformers.transformer_2d import Transformer2DModel
+    from diffusers.models.upsampling import Upsample2D
 
     within: set[int] = set()  # norms that are computed with what is around them
     modules = list(_walk(label, part))
@@ -160,8 +179,15 @@ def _place(
         kind = type(module)
         if kind is ResnetBlock2D and "group_norm_silu" in ops:
             within |= {id(module.norm1), id(module.norm2)}
-            run, why = _fused_blocks.resnet, _fused_blocks.refuse_resnet(module)
-            _bind(name, module, "group_norm_silu", run, why, report)
+            run = _fused_blocks.folded_resnet if "residual_add" in ops else _fused_blocks.resnet
+            why = _fused_blocks.refuse_resnet(module)
+            if _bind(name, module, "group_norm_silu", run, why, report) and "residual_add" in ops:
+                report.place("residual_add", name)
+        elif kind is Upsample2D and "upsample_conv" in ops:
+            why = _fused_blocks.refuse_upsample(module)
+            _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report)
+        elif kind is Transformer2DModel and layout == "channels_last" and module.is_input_continuous:
+            module.__dict__[_TOKENS] = Bound(_fused_blocks.image_of_tokens, module)
         elif kind is BasicTransformerBlock and "layer_norm" in ops:
             _bind(
                 name,
@@ -191,13 +217,15 @@ def _place(
 
 def _bind(
     name: str, module: nn.Module, what: str, run: Callable[..., Any], why: str | None, report: Report
-) -> None:
+) -> bool:
+    """Puts `run` in place of the module's forward, if nothing speaks against it."""
     reason = occupied(module) or why
     if reason:
         report.leave(reason, name)
-        return
+        return False
     _stand_in(module, run)
     report.place(what, name)
+    return True
 
 
 def _stand_in(module: nn.Module, run: Callable[..., Any]) -> None:
@@ -264,6 +292,8 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
     elif (inner := _wrapped(module)) is not None:
         inner.give_way()
         report.leave("its forward was wrapped since; it calls the class's own from now on", name)
+    if isinstance(held.get(_TOKENS), Bound):
+        del held[_TOKENS]
     processor = held.get("processor")
     if isinstance(processor, _attention.Processor):
         processor.unpack(module)

@@ -44,7 +44,7 @@ class Model:
     device: Device
     precision: Precision
     notes: tuple[str, ...] = field(default=())
-    choices: Choices = Choices()
+    choices: Choices = field(default_factory=Choices)
 
     @functools.cached_property
     def hash(self) -> str:
