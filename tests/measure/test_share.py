@@ -51,7 +51,7 @@ def test_paths_users_and_hosts_are_taken_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(getpass, "getuser", lambda: "alice")
     monkeypatch.setattr(socket, "gethostname", lambda: "alices-laptop")
     record = made(
-        failed="OSError: /home/alice/models/x.safetensors is not there, nor C:\\Users\\alice\\x on alices-laptop",
+        failed="OSError: /home/alice/models/x is not there, nor C:\\Users\\alice\\x on alices-laptop",
         routes={"unet/eager": 3},
         intended={"note": "ratio 3/4, ~/.cache/clearway/v1 by Alice"},
     )

@@ -189,11 +189,11 @@ def _compared(
             )
             for one, other, (theirs, mine) in zip(records, reversed(records), pairs, strict=True)
         ]
-    pictures = [_pictures(one) for one in begun]
-    if None not in pictures and pictures[0].shape == pictures[1].shape:
+    first, second = (_pictures(one) for one in begun)
+    if first is not None and second is not None and first.shape == second.shape:
         from clearway.measure.quality import compare_pictures
 
-        versus = {"reference": _called(records[0]), **compare_pictures(pictures[1], pictures[0])}
+        versus = {"reference": _called(records[0]), **compare_pictures(second, first)}
         mine = {**(records[1].correctness or {}), "other_environment": versus}
         records = [records[0], replace(records[1], correctness=mine)]
     return records

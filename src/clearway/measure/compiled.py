@@ -45,11 +45,11 @@ class Compiled:
         """Puts compiled code into the pipeline; the compiler itself works at the first call."""
         if self.scope is None:
             return
-        how = {"mode": self.mode, "dynamic": self.dynamic}
+        how: dict[str, Any] = {"mode": self.mode, "dynamic": self.dynamic}
         if self.scope == "regional":
             pipe.unet.compile_repeated_blocks(fullgraph=True, **how)
             return
-        pipe.unet = torch.compile(pipe.unet, fullgraph=True, **how)  # type: ignore[call-overload]
+        pipe.unet = torch.compile(pipe.unet, fullgraph=True, **how)
         pipe.vae.decode = torch.compile(pipe.vae.decode, fullgraph=True, **how)
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:

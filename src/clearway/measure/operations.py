@@ -132,13 +132,13 @@ def _time(
             continue
         seconds = times.device_s or times.wall_s
         entry.rows.append({**operation(f"{op.name}, {case}", seconds, **cost), "op": op.name, "case": case})
-        error = errors[name]
-        if entry.worst is None or error["rel_l2"] > entry.worst["latents"]["rel_l2"]:
+        off = errors[name]
+        if entry.worst is None or off["rel_l2"] > entry.worst["latents"]["rel_l2"]:
             entry.worst = {
                 "reference": f"{op.name}'s formula in float32, {case}",
-                "max_error": error["max_abs"],
-                "psnr_db": error["psnr_db"],
-                "latents": error,
+                "max_error": off["max_abs"],
+                "psnr_db": off["psnr_db"],
+                "latents": off,
             }
 
 

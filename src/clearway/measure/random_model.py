@@ -8,6 +8,7 @@ depend on every layer, so a wrong path is seen in them.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,13 +214,11 @@ def _drawn(name: str, shape: tuple[int, ...], device: Device, seed: int) -> Tens
 
     place = "cpu" if device.kind == "mps" else str(device)
     generator = torch.Generator(place).manual_seed(seed)
-    value = torch.randn(shape, generator=generator, device=place, dtype=torch.float32)
+    value: Tensor = torch.randn(shape, generator=generator, device=place, dtype=torch.float32)
     if name.endswith("bias"):
         return value * 0.02
     if len(shape) == 1:
         return 1 + value * 0.02
-    fan_in = 1
-    for size in shape[1:]:
-        fan_in *= size
-    spread = (3 * fan_in) ** -0.5
-    return value * (spread * OUTPUT_GAIN if name == "conv_out.weight" else spread)
+    spread = (3 * math.prod(shape[1:])) ** -0.5
+    scaled: Tensor = value * (spread * OUTPUT_GAIN if name == "conv_out.weight" else spread)
+    return scaled
