@@ -22,6 +22,8 @@ SAME, PRECISION, LESS = WORK
 NGMS_SIGMAS = (1.0, 3.0)
 FEWER_STEPS = (0.8, 0.6)
 BATCHES = (1, 2, 4, 8, 16)
+WITH = {"attention": "cross_kv", "residual_add": "group_norm_silu", "cross_kv": "attention"}
+"""Ops that `accelerate` puts in place together with another, which does their work or needs it."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def routed(findings: Iterable[Mapping[str, Any]], ops: Sequence[str]) -> list[Ca
             tables.setdefault(one["op"], {})[one["key"]] = one["best"]
     made = []
     for op, table in tables.items():
-        names = (op, "cross_kv") if op == "attention" and "cross_kv" in ops else (op,)
+        names = _together(op, ops)
         change = Change(ops=names, tuned={op: table})
         why = f"{op} by its fastest implementation at {len(table)} shape(s)"
         made.append(Candidate(f"{op}, tuned", SAME, change, _slots(names), why))
@@ -127,6 +129,10 @@ def routed(findings: Iterable[Mapping[str, Any]], ops: Sequence[str]) -> list[Ca
         change = Change(ops=tuple(ops), tuned=tables)
         made.append(Candidate("all ops, tuned", SAME, change, _slots(ops), "every op in place, routes tuned"))
     return made
+
+
+def _together(op: str, ops: Sequence[str]) -> tuple[str, ...]:
+    return (op, WITH[op]) if WITH.get(op) in ops else (op,)
 
 
 def _slots(ops: Iterable[str]) -> frozenset[str]:
@@ -140,7 +146,7 @@ def _same(device: Device, request: Request) -> list[Candidate]:
 
     made = []
     for op in (one for one in OPS if one != "cross_kv"):
-        names = (op, "cross_kv") if op == "attention" else (op,)
+        names = _together(op, OPS)
         why = f"{op} through Clearway's op in place of the network's own layers"
         made.append(Candidate(op, SAME, Change(ops=names), _slots(names), why))
     made.append(Candidate("all ops", SAME, Change(ops=OPS), _slots(OPS), "every op in place"))

@@ -39,6 +39,7 @@ from clearway.measure.trial import (
 )
 
 LOOK_ROUNDS, LOOK_GROUP = 3, 4
+LOOK_CALLS = 5.5  # of an arm: one or two to warm up, then the rounds
 SLOW_SLOT = "executor"
 BUSY = 0.1  # a noise floor above this is the machine's other work
 LOOK_SLACK = 0.01  # 3 rounds are no test: what seems up to 1 % slower goes on in any case
@@ -107,13 +108,15 @@ class _Selection:
         )
         proposed = propose(found["found"]) if found else []
         rows = {one.name: _row(one) for one in (*candidates, *proposed)}
-        same = [one for one in (*tried, *proposed) if one.section == SAME]
+        same = [one for one in (*proposed, *tried) if one.section == SAME]
         others = [one for one in tried if one.section != SAME]
-        slow = [one for one in same if SLOW_SLOT in one.slots]
-        going = self._look([one for one in same if one not in slow], rows)
-        winners = self._try(going, len(others) + 2 * len(slow), rows)
-        for one in slow:
-            winners += self._try(self._look([one], rows, reserve=0.5), len(others), rows, reserve=0.5)
+        quick = [one for one in same if SLOW_SLOT not in one.slots]
+        groups = [(quick[at : at + LOOK_GROUP], 0.0) for at in range(0, len(quick), LOOK_GROUP)]
+        groups += [([one], 0.5) for one in same if one not in quick]
+        winners: list[Candidate] = []
+        for group, reserve in groups:
+            going = self._look(group, rows, reserve)
+            winners += self._try(going, len(others), rows, reserve)
         winners.sort(key=lambda one: rows[one.name]["result"]["charged"]["ratio"])
         members, steps = self._combine(winners, rows)
         members, checked = self._verify(members, winners, rows)
@@ -135,6 +138,10 @@ class _Selection:
     def _left(self) -> float:
         return max(0.0, self.ends - self.evaluator.timer.now())
 
+    def _least(self) -> float:
+        """What a trial takes at least: 6 rounds and two warm-ups of both."""
+        return self.plain_s * 2 * (LEAST_ROUNDS + 2)
+
     def _find_floor(self) -> None:
         """The noise floor, and how long a plain generation takes."""
 
@@ -144,7 +151,7 @@ class _Selection:
                 found = interleave(
                     {"a": arm, "b": arm},
                     self.evaluator.timer,
-                    rounds=max(LEAST_ROUNDS, self.terms.rounds * 2 // 3),
+                    rounds=max(LEAST_ROUNDS, self.terms.rounds // 2),
                     limit_s=self._left() / 2,
                     seed=self.terms.seed,
                 )
@@ -185,43 +192,34 @@ class _Selection:
                 )
 
     def _look(
-        self, candidates: Sequence[Candidate], rows: dict[str, dict[str, Any]], reserve: float = 0.0
+        self, candidates: Sequence[Candidate], rows: dict[str, dict[str, Any]], reserve: float
     ) -> list[Candidate]:
         """Those worth a trial, fastest first; the others' rows say what was seen.
 
         `reserve` is the share of the time left that must be left over, whatever building takes.
         """
-        looks: dict[str, dict[str, Any]] = {}
-        groups = [candidates[at : at + LOOK_GROUP] for at in range(0, len(candidates), LOOK_GROUP)]
-        for number, group in enumerate(groups):
-            step = "look: " + ", ".join(one.name for one in group)
-            share = self._left() / 3 / (len(groups) - number)
-            found = self.journal.step(
-                step,
-                lambda g=group, s=share: self._in_time(lambda: self._looked(g, s), reserve),  # type: ignore[misc]
-            )
-            if found is None:
-                self._undecided([one.name for one in group], rows)
-                continue
-            looks |= found
+        step = "look: " + ", ".join(one.name for one in candidates)
+        looks = self.journal.step(step, lambda: self._in_time(lambda: self._looked(candidates), reserve))
+        if looks is None:
+            self._undecided([one.name for one in candidates], rows)
+            return []
         going = []
         for one in candidates:
-            look = looks.get(one.name)
-            if look is None:
-                continue
+            look = looks[one.name]
             if "ratio" not in look:
                 why = verdict(look, SAME, self.terms, self.floor)[1]
                 rows[one.name] |= {"status": "rejected", "why": why, "result": look}
             elif look["slower"] and math.log(look["ratio"]) > max(self.floor, LOOK_SLACK):
-                why = f"slower: {percent(look['ratio'])}, in each of the first {look['n']} rounds"
+                why = f"slower: {percent(look['ratio'])}, in each of the first {LOOK_ROUNDS} rounds"
                 rows[one.name] |= {"status": "lost", "why": why, "result": look}
             else:
                 going.append(one)
         return sorted(going, key=lambda one: looks[one.name]["ratio"])
 
-    def _looked(self, group: Sequence[Candidate], limit_s: float) -> dict[str, Any] | None:
+    def _looked(self, group: Sequence[Candidate]) -> dict[str, Any] | None:
         """By name the median ratio of 3 rounds, or why there is none; None where there is no time left."""
-        if math.isinf(self.floor) or self._left() < self.plain_s * 4 * (len(group) + 1):
+        once = self.plain_s * (len(group) + 1)
+        if math.isinf(self.floor) or self._left() < once * LOOK_CALLS + 3 * self._least():
             return None
         self.say("first look at " + ", ".join(one.name for one in group))
         found: dict[str, Any] = {}
@@ -235,7 +233,11 @@ class _Selection:
                 except Exception as error:
                     found[one.name] = {"failed": one_line(error)}
             timed = interleave(
-                arms, self.evaluator.timer, rounds=LOOK_ROUNDS, limit_s=limit_s, seed=self.terms.seed
+                arms,
+                self.evaluator.timer,
+                rounds=LOOK_ROUNDS,
+                limit_s=self._left() if SLOW_SLOT in group[0].slots else once * LOOK_CALLS,
+                seed=self.terms.seed,
             )
             base = timed.pop("")
             if isinstance(base, Failed):
@@ -247,11 +249,8 @@ class _Selection:
                     found[name] = {"refused": reason}
                 else:
                     ratios = [b / a for a, b in zip(base.wall_s, samples.wall_s, strict=True)]
-                    found[name] = {
-                        "ratio": statistics.median(ratios),
-                        "slower": min(ratios) > 1,
-                        "n": len(ratios),
-                    }
+                    slower = len(ratios) == LOOK_ROUNDS and min(ratios) > 1
+                    found[name] = {"ratio": statistics.median(ratios), "slower": slower}
         finally:
             for arm in arms.values():
                 arm.close()
@@ -275,7 +274,7 @@ class _Selection:
         """The candidates that win a trial against the plain run."""
         winners = []
         for number, one in enumerate(going):
-            waiting = len(going) - number + others + 2  # the combination and the verification come after
+            waiting = len(going) - number + others + 1
             result = self._pair(
                 f"trial: {one.name}", PLAIN, one.change, waiting, self.terms.seed, reserve=reserve
             )
@@ -343,7 +342,8 @@ class _Selection:
             if not attempt:
                 continue
             step = f"verification: {_names(attempt)}"
-            result = self._pair(step, PLAIN, _all(attempt), 1, self.terms.seed + 3)
+            change = _all(attempt)
+            result = self._pair(step, PLAIN, change, 1, self.terms.seed + 3, verified_later=False)
             if result is None:
                 self._note(f"{_names(attempt)} won, and no time was left to verify it: nothing is chosen yet")
                 self.complete = False
@@ -362,7 +362,8 @@ class _Selection:
         """The candidates that change pictures: measured and shown, never chosen."""
         for number, one in enumerate(others):
             step = f"trial: {one.name}"
-            result = self._pair(step, PLAIN, one.change, len(others) - number, self.terms.seed, one)
+            waiting = len(others) - number
+            result = self._pair(step, PLAIN, one.change, waiting, self.terms.seed, one, verified_later=False)
             if result is None:
                 self._undecided([one.name], rows)
                 continue
@@ -383,12 +384,14 @@ class _Selection:
         seed: int,
         shown: Candidate | None = None,
         reserve: float = 0.0,
+        verified_later: bool = True,
     ) -> dict[str, Any] | None:
         """The trial called `step`, in its share of the time left for `waiting` of them; None: not decided."""
 
         def measure() -> dict[str, Any] | None:
             left = self._left()
-            least = self.plain_s * 2 * (LEAST_ROUNDS + 2)  # 6 rounds and two warm-ups of both
+            least = self._least()
+            left -= 1.5 * least if verified_later else 0.0
             if math.isinf(self.floor) or left < 1.5 * least:
                 return None
             return trial(
