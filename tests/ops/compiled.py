@@ -17,7 +17,7 @@ import torch
 
 from clearway.ops import _triton, selftest
 from clearway.ops.contract import OPS
-from ops.registry import named, with_implementation
+from ops.registry import TRITON_TOO, named, refused, with_implementation
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory a block may have, by compute capability (CUDA C++ Programming Guide)."""
@@ -30,7 +30,8 @@ def launches(every: bool) -> list[Launch]:
     found: dict[object, Launch] = {}
     recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     _triton.Kernel.launch = lambda self, grid, *args, **constants: recorded.append((self, args, constants))  # type: ignore[method-assign]
-    for name in with_implementation("triton"):
+    chosen = [*((name, "triton") for name in with_implementation("triton")), *TRITON_TOO]
+    for name, implementation in chosen:
         op = OPS[name]
         with torch.device("meta"):
             cases = [
@@ -40,7 +41,9 @@ def launches(every: bool) -> list[Launch]:
             for dtype in selftest.DTYPES if every else (torch.float16,):
                 args = tuple(arg.to(dtype) if isinstance(arg, torch.Tensor) else arg for arg in given)
                 recorded.clear()
-                named(op, "triton").run(*args)
+                if refused(named(op, implementation), args) is not None:
+                    continue
+                named(op, implementation).run(*args)
                 for kernel, arguments, constants in recorded:
                     key: object = (kernel.function.__module__, kernel.name)
                     if every:

@@ -25,7 +25,7 @@ from clearway.ops import selftest
 from clearway.ops._implementation import Case, refused
 from clearway.ops.contract import OPS, Op
 from ops.mutants import MUTANTS
-from ops.registry import in_dtype, named, outputs, small, with_implementation
+from ops.registry import TRITON_TOO, in_dtype, named, outputs, small, with_implementation
 
 NAME = "triton"
 
@@ -51,6 +51,17 @@ def check_cases() -> Iterator[dict[str, Any]]:
                 yield checked(op, case, in_dtype(given, dtype), dtype)
         for case, args in spoilt(op):
             yield checked(op, case, args, torch.float32)
+
+
+def check_others() -> Iterator[dict[str, Any]]:
+    """Implementations of other names, where they do not refuse."""
+    for name, other in TRITON_TOO:
+        for case, given in small(OPS[name]):
+            for dtype in selftest.DTYPES:
+                args = in_dtype(given, dtype)
+                if refused(named(OPS[name], other), args) is None:
+                    problem = selftest.problem(OPS[name], named(OPS[name], other), args)
+                    yield {"op": name, "implementation": other, "case": case, "problem": problem}
 
 
 def spoilt(op: Op) -> Iterator[tuple[str, Case]]:
@@ -156,6 +167,7 @@ def main(job: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         jobs = {
             "cases": check_cases,
+            "others": check_others,
             "mutants": lambda: check_mutants(Path(folder)),
             "far": lambda: check_far(Path(folder)),
         }

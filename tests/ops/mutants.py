@@ -33,6 +33,8 @@ MUTANTS = (
     ("group_norm_silu_triton", "middle -= tl.load(shift", "middle += tl.load(shift"),
     ("group_norm_silu_triton", "y = (value.to(tl.float32) - centre", "y = (value.to(tl.float32) + centre"),
     ("group_norm_silu_triton", "start = k.to(tl.int64) * chunk", "start = k.to(tl.int64) * 0"),
+    ("attention_gemm", 'other=-float("inf")', "other=0.0"),
+    ("attention_gemm", 'mask=live, other=-float("inf")) * scale', 'mask=live, other=-float("inf"))'),
     ("upsample_conv", "(i + a) * grid_h", "i * grid_h"),
     ("upsample_conv", "if i1 != i0 and j1 != j0:", "if i1 != i0 and j1 == j0:"),
     ("upsample_conv", "(2 * j + b) * out_w", "(2 * j) * out_w"),

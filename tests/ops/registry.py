@@ -27,6 +27,10 @@ def with_implementation(name: str) -> list[str]:
     return [op for op in NAMES if any(i.name == name for i in OPS[op].implementations)]
 
 
+TRITON_TOO = (("attention", "gemm"),)
+"""Implementations of other names that launch Triton kernels; they may refuse some small cases."""
+
+
 def named(op: Op, name: str) -> Implementation:
     """The implementation called `name`."""
     return next(i for i in op.implementations if i.name == name)
@@ -50,6 +54,7 @@ def outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 __all__ = [
     "NAMES",
     "OPS",
+    "TRITON_TOO",
     "in_dtype",
     "named",
     "outputs",

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _metal, _metal_launch, attention_streaming, attention_torch, budget
+from clearway.ops import (
+    _metal,
+    _metal_launch,
+    _triton,
+    attention_gemm,
+    attention_streaming,
+    attention_torch,
+    budget,
+)
 from clearway.ops._cases import normal
 from clearway.ops.contract import Case, Given, op
 
@@ -29,6 +37,9 @@ MPS_DTYPE, MPS_QUERY_TOKENS, MPS_HEAD_SIZES = torch.float16, 192, (40, 80, 160)
 """On MPS `metal` is preferred for this dtype, from so many query tokens on, in these heads (requirements of
 the Metal build of the WebUI; PyTorch has no Metal kernel for heads of 40 and 160). Not measured by this
 package yet."""
+
+CUDA_WIDE_HEADS = 256
+"""On CUDA `gemm` is preferred for wider heads in half precision, which flash and cuDNN refuse."""
 
 CUDA_CUDNN_CAPABILITY, CUDA_CUDNN_TOKENS = (9, 0), 1024
 """On Hopper `cudnn` is preferred from so many query and key tokens on. NVIDIA H200, fp16, torch 2.11.0+cu130,
@@ -109,6 +120,7 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "SDXL 64x64", lambda: inputs(2, 10, 4096, 4096, 64)
     yield "SDXL 64x64, cross", lambda: inputs(2, 10, 4096, 77, 64)
     yield "VAE 512", lambda: inputs(1, 1, 4096, 4096, 512)
+    yield "VAE 1024", lambda: inputs(1, 1, 16384, 16384, 512)
 
 
 def refusals() -> Iterator[tuple[str, str, Case]]:
@@ -130,6 +142,10 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "cudnn", "mask", (q.half(), k.half(), v.half(), None, False, mask)
     yield "efficient", "float64", (q.double(), k.double(), v.double(), *rest)
     yield "efficient", "multiple of", tuple(inputs(1, 1, 8, 8, 18))
+    yield "gemm", "mask", (*plain[:5], mask)
+    yield "gemm", "causal", inputs(1, 2, 8, 8, 40, is_causal=True)
+    yield "gemm", "float64", (q.double(), k.double(), v.double(), *rest)
+    yield "gemm", "keys", (q, k.repeat(1, 1, 4096, 1), v.repeat(1, 1, 4096, 1), *rest)
     yield "streaming", "axes", (q[0], k[0], v[0], *rest)
     yield "sdpa", "together", (*plain[:4], True, mask)
 
@@ -234,6 +250,8 @@ for _name in ("cudnn", "flash", "efficient"):
 
 @attention.default("cuda")
 def _prefer_on_cuda(q: Tensor, k: Tensor, *_: Any) -> str | None:
+    if q.shape[-1] > CUDA_WIDE_HEADS and q.dtype != torch.float32:
+        return "gemm"
     if q.shape[-2] < CUDA_CUDNN_TOKENS or k.shape[-2] < CUDA_CUDNN_TOKENS:
         return None
     return "cudnn" if attention_torch.capability(q) == CUDA_CUDNN_CAPABILITY else None
@@ -281,6 +299,13 @@ def _metal_run(
     return out
 
 
+attention.implementation(
+    "gemm",
+    device="cuda",
+    absent=_triton.absent,
+    refuse=attention_gemm.refuse,
+    sources=("attention_gemm.py", "_triton.py"),
+)(attention_gemm.run)
 attention.implementation(
     "streaming",
     device="any",
