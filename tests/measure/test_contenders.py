@@ -115,4 +115,36 @@ def test_names_are_found_and_compilers_stay_off_the_cpu() -> None:
     assert contenders.usual("cpu")[:3] == ["clearway", "clearway-eager", "diffusers"]
     assert not any("compile" in name for name in contenders.usual("cpu"))
     on_gpu = contenders.usual("cuda")
-    assert "diffusers-compile" in on_gpu and "diffusers-compile-max-autotune" not in on_gpu
+    assert {"diffusers-compile", "clearway-fused-graph"} <= set(on_gpu)
+    assert "diffusers-compile-max-autotune" not in on_gpu and "clearway-compiled" not in on_gpu
+
+
+def test_what_was_selected_is_used_by_clearway_alone(model: Any) -> None:
+    from clearway.models import chosen
+
+    content = {"choices": {"layout": "channels_last", "ops": ["geglu"]}}
+    assert chosen.store(model, TINY.width, TINY.height, content)
+    try:
+        found = chosen.find(model, TINY.width, TINY.height)
+        assert found is not None
+        selected = find("clearway").prepare(TINY, model)
+        assert selected.intended()["choices"]["layout"] == "channels_last"
+        selected.call(0)
+        plain = find("clearway-eager").prepare(TINY, model)
+        plain.call(0)
+        assert plain.intended()["choices"]["layout"] == "contiguous"
+        assert any(route.startswith("geglu/") for route in selected.routes())
+        assert not any(route.startswith("geglu/") for route in plain.routes())
+        assert model.unet.conv_in.weight.is_contiguous()
+    finally:
+        chosen.forget(model, TINY.width, TINY.height)
+
+
+def test_clearways_own_ops_draw_the_same_picture(model: Any) -> None:
+    arm = find("clearway-fused").prepare(TINY, model)
+    assert {"attention", "geglu"} <= set(arm.intended()["choices"]["ops"])
+    plain = find("clearway-eager").prepare(TINY, model).probe(0)
+    assert np.abs(arm.probe(0).images.astype(int) - plain.images).max() <= 2
+    graph = find("clearway-graph").prepare(TINY, model)
+    graph.call(0)
+    assert "was to run by cuda_graph and ran by eager" in (graph.proof() or "")  # there is no CUDA here

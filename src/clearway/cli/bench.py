@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the scenarios; exit code 3 where a result was refused or failed."""
+    """Runs the scenarios; exit code 3 where a named contender was refused or failed, or nobody succeeded."""
     from clearway.measure import contenders, scenario
 
     if args.list:
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from clearway import device as machine
 
     device = machine.pick(args.device)
+    named = bool(names)
     names = names or ([contenders.OWN] if args.against else contenders.usual(device.kind))
     records: list[Record] = []
     for one in chosen:
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         share.write(args.share, records)
         say(f"wrote {args.share}: the same figures, nothing private")
     _print(records, args.json)
-    return 3 if any(one.refused or one.failed for one in records) else 0
+    withheld = [one for one in records if one.refused or one.failed]
+    # what nobody named may be unable to do the scenario's work; what was named must
+    return 3 if withheld and (named or len(withheld) == len(records)) else 0
 
 
 def _bench(

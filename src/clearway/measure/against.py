@@ -32,7 +32,7 @@ from clearway.measure.record import Record, to_line
 from clearway.measure.scenario import Scenario, from_dict
 
 PROTOCOL = 1
-SIDES = ("this environment", "other environment")
+SIDES = ("this environment", "the other environment")
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -140,7 +140,7 @@ def alternate(
     }
     begun = []
     for side, ask in zip(SIDES, asks, strict=True):
-        tell(f"{scenario.name}: {contender}, getting ready in the {side}")
+        tell(f"{scenario.name}: {contender}, getting ready in {side}")
         begun.append(ask(begin))
     told, floor = Told(), math.inf
 

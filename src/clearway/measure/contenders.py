@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from clearway.device import KINDS
 from clearway.errors import RequestError, UnavailableError, nearest
-from clearway.models import Model
+from clearway.models import Model, chosen
 from clearway.types import Choices, Event, StepDone
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from clearway.measure.scenario import Scenario
 
 OWN = "clearway"
-BASE = "diffusers"  # the stock path that budgets and comparisons start from
+CUDA = ("cuda",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,12 @@ Prepare = Callable[["Scenario", Model], Arm]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to do the work. `slow` ones take minutes to get ready and are run only where they are named."""
+    """One way to do the work; `usual` are the kinds of device where it runs without being named."""
 
     name: str
     title: str
     prepare: Prepare
-    slow: bool = False
+    usual: tuple[str, ...] = ()
 
 
 def find(name: str) -> Contender:
@@ -89,10 +90,8 @@ def find(name: str) -> Contender:
 
 
 def usual(kind: str) -> list[str]:
-    """What runs on a device of `kind` where no contender is named: without compilers on the CPU."""
-    return [
-        name for name, one in CONTENDERS.items() if not one.slow and (kind != "cpu" or "compile" not in name)
-    ]
+    """What runs on a device of `kind` where no contender is named."""
+    return [name for name, one in CONTENDERS.items() if kind in one.usual]
 
 
 def parse_choices(text: str) -> Choices:
@@ -139,9 +138,13 @@ def isolated_model(model: Model) -> Model:
 
 
 def clearway_arm(scenario: Scenario, model: Model, choices: Choices | None) -> Arm:
-    """Clearway itself, through `clearway.generate`; `choices` None means those that the model came with."""
-    wanted = model.choices if choices is None else choices
-    own, note = _with_choices(isolated_model(model), wanted)
+    """Clearway itself, through `clearway.generate`; `choices` None: what was selected for this machine."""
+    own, note = isolated_model(model), None
+    if choices is None:
+        own = chosen.applied(own, scenario.width, scenario.height)
+    else:
+        own, note = _with_choices(own, choices)
+    wanted = own.choices if choices is None else choices
     intended = {"engine": "clearway", "choices": asdict(wanted), "precision": asdict(model.precision)}
     if note:
         intended["note"] = note
@@ -179,7 +182,8 @@ class _Whole:
         from clearway.image import encode
         from clearway.pipeline import generate
 
-        result = generate(self.scenario.request(round, side_px), self.model, on_event)
+        with chosen.set_aside():  # the arm says itself how it runs
+            result = generate(self.scenario.request(round, side_px), self.model, on_event)
         for image, text in zip(result.images, result.infotexts, strict=True):
             encode(image, "PNG", text)
         self.seen.update(result.routes)
@@ -251,7 +255,7 @@ def _with_choices(model: Model, wanted: Choices) -> tuple[Model, str | None]:
     return accelerate.apply(model, wanted), None
 
 
-def _diffusers(name: str, title: str, slow: bool = False, **how: Any) -> Contender:
+def _diffusers(name: str, title: str, usual: tuple[str, ...] = KINDS, **how: Any) -> Contender:
     def prepare(scenario: Scenario, model: Model) -> Arm:
         if scenario.what == "ops":
             raise UnavailableError("Diffusers has no ops of its own to time")
@@ -259,29 +263,63 @@ def _diffusers(name: str, title: str, slow: bool = False, **how: Any) -> Contend
 
         return diffusers_arms.arm(scenario, model, **how)
 
-    return Contender(name, title, prepare, slow)
+    return Contender(name, title, prepare, usual)
 
 
-def _clearway(name: str, title: str, choices: Choices | None) -> Contender:
-    return Contender(name, title, lambda scenario, model: clearway_arm(scenario, model, choices))
+def _clearway(name: str, title: str, usual: tuple[str, ...] = KINDS, **how: Any) -> Contender:
+    """Clearway with the choices in `how`, the selected ones where there are none; ops "all" is every op."""
+
+    def prepare(scenario: Scenario, model: Model) -> Arm:
+        if how.get("ops") == "all":
+            from clearway.models import accelerate
+
+            return clearway_arm(scenario, model, Choices(**{**how, "ops": accelerate.OPS}))
+        return clearway_arm(scenario, model, Choices(**how) if how else None)
+
+    return Contender(name, title, prepare, usual)
 
 
 CONTENDERS: dict[str, Contender] = {
     one.name: one
     for one in (
-        _clearway(OWN, "Clearway as it is chosen for this machine", None),
-        _clearway("clearway-eager", "Clearway, every network called as it is", Choices()),
-        _diffusers(BASE, "Diffusers' pipeline as its documentation shows it"),
+        _clearway(OWN, "Clearway as it is chosen for this machine"),
+        _clearway("clearway-eager", "Clearway, every network called as it is", executor="eager"),
+        _clearway("clearway-graph", "Clearway, CUDA graphs", CUDA, executor="cuda_graph"),
+        _clearway(
+            "clearway-fused",
+            "Clearway, its own ops in the networks, channels last",
+            CUDA,
+            layout="channels_last",
+            ops="all",
+        ),
+        _clearway(
+            "clearway-fused-graph",
+            "the same in CUDA graphs",
+            CUDA,
+            executor="cuda_graph",
+            layout="channels_last",
+            ops="all",
+        ),
+        _clearway(
+            "clearway-compiled",
+            "Clearway, torch.compile of UNet and VAE decoder, channels last",
+            (),
+            executor="compiled",
+            layout="channels_last",
+        ),
+        _diffusers("diffusers", "Diffusers' pipeline as its documentation shows it"),
         _diffusers("diffusers-channels-last", "the same, UNet and VAE channels last", layout="channels_last"),
         _diffusers(
             "diffusers-compile-regional",
             "torch.compile of the UNet's repeated blocks",
+            CUDA,
             layout="channels_last",
             scope="regional",
         ),
         _diffusers(
             "diffusers-compile",
             "torch.compile of UNet and VAE decoder, full graph, reduce-overhead on CUDA",
+            CUDA,
             layout="channels_last",
             scope="full",
             mode="reduce-overhead",
@@ -289,7 +327,7 @@ CONTENDERS: dict[str, Contender] = {
         _diffusers(
             "diffusers-compile-dynamic",
             "torch.compile of UNet and VAE decoder, full graph, dynamic shapes",
-            slow=True,
+            (),
             layout="channels_last",
             scope="full",
             dynamic=True,
@@ -297,7 +335,7 @@ CONTENDERS: dict[str, Contender] = {
         _diffusers(
             "diffusers-compile-max-autotune",
             "torch.compile of UNet and VAE decoder, full graph, max-autotune",
-            slow=True,
+            (),
             layout="channels_last",
             scope="full",
             mode="max-autotune",
