@@ -73,6 +73,7 @@ def test_less_work_from_the_request_and_the_model() -> None:
     assert found["DPM++ 2M Karras, 24 steps"].change.request["sampler"] == "DPM++ 2M"
     assert found["fp8"].absent and found["TAESD"].absent
     assert "cfg_scale 1" in str(listed(cfg_scale=1)["NGMS 3"].absent)
+    assert "2 steps" in listed(steps=3)  # both shares of 3: listed once
     few = listed(steps=2, ngms=3)
     assert "1 steps" in few and "2 steps" not in few and "NGMS 3" not in few
     assert "DPM++ 2M Karras, 24 steps" not in few

@@ -245,8 +245,7 @@ def _less(model: Model, request: Request) -> list[Candidate]:
                 calls = "each" if every else "every other"
                 why = f"no negative guidance below sigma {sigma:g} at {calls} call"
                 made.append(_work(name, fields, "guidance", why, missing))
-    for share in FEWER_STEPS:
-        fewer = max(1, round(steps * share))
+    for fewer in dict.fromkeys(max(1, round(steps * share)) for share in FEWER_STEPS):
         if fewer < steps:
             made.append(_work(f"{fewer} steps", {"steps": fewer}, "steps", f"in place of {steps}"))
     if steps > 24:

@@ -151,7 +151,7 @@ class _Selection:
                 found = interleave(
                     {"a": arm, "b": arm},
                     self.evaluator.timer,
-                    rounds=max(LEAST_ROUNDS, self.terms.rounds // 2),
+                    rounds=self.terms.rounds,  # as in a trial: with fewer the floor would be wider
                     limit_s=self._left() / 2,
                     seed=self.terms.seed,
                 )
