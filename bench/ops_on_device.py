@@ -218,8 +218,11 @@ def provenance(kind: str) -> Iterator[tuple[str, Any]]:
         done = subprocess.run(
             ["git", *words.split()], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
         )
-        named = os.environ.get("CLEARWAY_COMMIT")  # for a machine that holds the files without their history
-        yield name, bool(done.stdout) if name == "dirty" else done.stdout.strip() or named
+        told = os.environ.get("CLEARWAY_COMMIT")  # of a copy that came without its history
+        if told:
+            yield name, told.endswith("-dirty") if name == "dirty" else told.removesuffix("-dirty")
+        else:
+            yield name, bool(done.stdout) if name == "dirty" else done.stdout.strip() or None
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from clearway.errors import RequestError, UnavailableError
 from clearway.execution import executor
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
-from clearway.models import Model, UNetDenoiser, decode, load
+from clearway.models import Model, UNetDenoiser, chosen, decode, load
 from clearway.ops import budget, state
 from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
@@ -40,7 +40,8 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     Raises RequestError for an unknown sampler, schedule or option and UnavailableError for want of memory.
     """
     model = load(model) if isinstance(model, str) else model
-    request = _resolved(check(request), model)
+    request = _resolved(check(chosen.filled(request, model)), model)
+    model = chosen.applied(model, request.width, request.height)
     sampler, schedule = sampling.resolve(str(request.sampler), request.schedule)
     width, height, steps, cfg_scale = request.width, request.height, request.steps, request.cfg_scale
     assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open

@@ -37,7 +37,7 @@ def test_a_row_has_before_after_and_the_difference(tmp_path: Path) -> None:
 
 
 def test_large_pictures_shrink_and_sizes_may_differ(tmp_path: Path) -> None:
-    row = Row("ein sehr langer Prompt, 猫 " * 20, picture(0, 600), picture(1, 300))
+    row = Row("a very long prompt, 猫 " * 20, picture(0, 600), picture(1, 300))
     path = contact_sheet.write(tmp_path / "sheet.png", "title " * 100, ("one", "two"), [row])
     with Image.open(path) as sheet:
         assert sheet.size == (3 * SIDE_PX + 4 * EDGE_PX, 2 * EDGE_PX + 3 * LINE_PX + SIDE_PX)

@@ -119,14 +119,14 @@ def test_the_commit_is_the_checkouts_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
         pytest.skip("no git")
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("CLEARWAY_COMMIT", "told")
+    monkeypatch.delenv("CLEARWAY_COMMIT", raising=False)
     package = tmp_path / "src" / "clearway"
     package.mkdir(parents=True)
     (package / "device.py").write_text("")
     monkeypatch.setattr(machine, "__file__", str(package / "device.py"))
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "another project")
-    assert module._commit() == ("told", None)  # inside somebody's checkout, but no part of it
+    assert module._commit() == (None, None)  # inside somebody's checkout, but no part of it
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "now it is")
     module._commit.cache_clear()
@@ -136,6 +136,9 @@ def test_the_commit_is_the_checkouts_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
             (tmp_path / change).write_text("x")
         module._commit.cache_clear()
         assert module._commit() == (commit, dirty)
+    monkeypatch.setenv("CLEARWAY_COMMIT", "told-dirty")  # a copy on another machine is told what it is
+    module._commit.cache_clear()
+    assert module._commit() == ("told", True)
 
 
 def test_without_git_the_environment_tells_or_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,4 +148,4 @@ def test_without_git_the_environment_tells_or_nobody(monkeypatch: pytest.MonkeyP
     module._commit.cache_clear()
     monkeypatch.setenv("CLEARWAY_COMMIT", "abc123")
     found = provenance(CPU)
-    assert (found["commit"], found["dirty"]) == ("abc123", None)
+    assert (found["commit"], found["dirty"]) == ("abc123", False)

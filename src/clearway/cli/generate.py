@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearway.cli.options import add_request_options, precision_from, request_from
+from clearway.cli.options import add_request_options, names_dtypes, precision_from, request_from, with_adopted
 from clearway.cli.output import print_json, say
 from clearway.cli.progress import Progress, stoppable
 from clearway.errors import ClearwayError, RequestError
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         begun = time.perf_counter()
         model = _model(args, repeated)
         load_ms = (time.perf_counter() - begun) * 1000
+        if repeated is None:
+            request = with_adopted(request, args, model)
         gc.freeze()  # what is loaded stays: the collector need not walk it again
         for note in model.notes:
             say(note)
@@ -137,7 +139,7 @@ def _model(args: argparse.Namespace, repeated: str | None) -> Model:
     model = load(
         _known(values) if args.model is None else args.model,
         device=device,
-        precision=precision_from(args, device, repeated),
+        precision=precision_from(args, device, repeated) if repeated or names_dtypes(args) else None,
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
     )

@@ -12,6 +12,7 @@ from clearway.request import Request
 
 if TYPE_CHECKING:
     from clearway.device import Device
+    from clearway.models import Model
     from clearway.types import Precision
 
 FINE_POINTS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax", "sigma_min", "sigma_max", "rho")
@@ -145,6 +146,29 @@ def precision_from(args: argparse.Namespace, device: Device, repeated: str | Non
     if args.tf32 is not None:
         changes["tf32"] = args.tf32
     return replace(precision, **changes)  # type: ignore[arg-type]
+
+
+DTYPE_OPTIONS = ("dtype", "text_encoder_dtype", "vae_dtype", "sampling_dtype", "tf32")
+
+
+def names_dtypes(args: argparse.Namespace) -> bool:
+    """Whether an option names dtypes, so that neither the device's own nor adopted ones are taken."""
+    return any(getattr(args, name) is not None for name in DTYPE_OPTIONS)
+
+
+def with_adopted(request: Request, args: argparse.Namespace, model: Model) -> Request:
+    """The request with what the user adopted for this model (`clearway select --adopt`), where it is open."""
+    from clearway.models import chosen
+
+    adopted = chosen.adopted(model.path, model.device.kind)
+    named = {name for name in adopted.request if getattr(args, name, None) is not None}
+    if "ngms" in named:
+        named.add("ngms_all_steps")  # a part of it
+    left_open = {name: value for name, value in adopted.request.items() if name not in named}
+    if left_open:
+        shown = ", ".join(f"{name} {value}" for name, value in left_open.items())
+        say(f"adopted for this model by clearway select: {shown}")
+    return replace(request, **left_open)
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""Measuring: clocks, memory, pictures against a reference, records. It listens; the flow knows nothing of it."""
+"""Measuring: clocks, memory, pictures against a reference, records. It listens; the flow knows it not."""

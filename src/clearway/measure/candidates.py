@@ -148,7 +148,9 @@ def _same(device: Device, request: Request) -> list[Candidate]:
     for op in (one for one in OPS if one != "cross_kv"):
         names = _together(op, OPS)
         why = f"{op} through Clearway's op in place of the network's own layers"
-        made.append(Candidate(op, SAME, Change(ops=names), _slots(names), why))
+        within = op == "residual_add" and device.kind != "cuda"
+        missing = f"convolutions on {device.kind} add their bias themselves" if within else None
+        made.append(Candidate(op, SAME, Change(ops=names), _slots(names), why, missing))
     made.append(Candidate("all ops", SAME, Change(ops=OPS), _slots(OPS), "every op in place"))
     for name in EXECUTORS:
         if name != "eager":

@@ -120,7 +120,14 @@ def _driver(device: Device) -> str | None:
 
 @functools.cache
 def _commit() -> tuple[str | None, bool | None]:
-    """(commit, whether the package's own files differ from it), where git keeps this very package."""
+    """(commit, whether the package's own files differ from it), where git keeps this very package.
+
+    CLEARWAY_COMMIT, as `git describe --always --dirty` gives it, comes first: a copy of a tree on another
+    machine may carry another history.
+    """
+    told = os.environ.get("CLEARWAY_COMMIT")
+    if told:
+        return told.removesuffix("-dirty"), told.endswith("-dirty")
     package = Path(machine.__file__).parent
     if _git(package, "ls-files", "--error-unmatch", "device.py") is not None:
         commit, changes = (
@@ -129,7 +136,7 @@ def _commit() -> tuple[str | None, bool | None]:
         )
         if commit:
             return commit, None if changes is None else changes != ""
-    return os.environ.get("CLEARWAY_COMMIT") or None, None
+    return None, None
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -154,7 +154,7 @@ def upsample(block: Any, hidden_states: Tensor, output_size: Any = None, *args: 
 
 def refuse_upsample(block: Any) -> str | None:
     """Why this upsampler is not one operation with its convolution."""
-    conv = getattr(block, "conv", None)
+    conv: Any = getattr(block, "conv", None)
     if not block.use_conv or block.use_conv_transpose or not block.interpolate or block.norm is not None:
         return "it is not nearest upsampling and one convolution"
     if not _foldable(conv) or conv.kernel_size != (3, 3) or conv.padding != (1, 1):

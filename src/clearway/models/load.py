@@ -10,7 +10,7 @@ from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
 from clearway.home import expanded
-from clearway.models import hub, library
+from clearway.models import chosen, hub, library
 from clearway.models.escape import escaped, escaped_errors
 from clearway.models.folder import INDEX, load_folder
 from clearway.models.model import Model
@@ -47,6 +47,8 @@ def load(
                 )
         else:
             path, name, notes = _locate(text, dtypes, local_files_only)
+        if precision is None and (kept := chosen.adopted(path, where.kind).precision):
+            dtypes = _canonical(kept)
         read = load_folder if os.path.isfile(path / INDEX) else load_file
         model = read(path, name=name, device=where, precision=dtypes, allow_pickle=allow_pickle)
     return replace(model, notes=(*map(escaped, notes), *model.notes)) if notes else model

@@ -120,7 +120,6 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "SDXL 64x64", lambda: inputs(2, 10, 4096, 4096, 64)
     yield "SDXL 64x64, cross", lambda: inputs(2, 10, 4096, 77, 64)
     yield "VAE 512", lambda: inputs(1, 1, 4096, 4096, 512)
-    yield "VAE 1024", lambda: inputs(1, 1, 16384, 16384, 512)
 
 
 def refusals() -> Iterator[tuple[str, str, Case]]:

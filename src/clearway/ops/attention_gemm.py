@@ -54,7 +54,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, m
     rows = max(min(SCORES_BYTES // (4 * keys * batch * heads), queries), 1)
     wide, values = k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
     parts = []
-    for part in q.flatten(0, 1).split(rows, dim=1):
+    for part in torch.split(q.flatten(0, 1), rows, dim=1):
         scores = _scores(part, wide)
         weights = torch.empty_like(scores, dtype=v.dtype)
         block = _triton.power_of_two(keys)
