@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from clearway import sampling
     from clearway.errors import Cancelled, ClearwayError, RequestError, UnavailableError
     from clearway.image import read_metadata, save
+    from clearway.models.accelerate import accelerate, restore
     from clearway.models.load import load
     from clearway.models.model import Model
     from clearway.pipeline import generate
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "generate": "clearway.pipeline",
+    "accelerate": "clearway.models.accelerate",
+    "restore": "clearway.models.accelerate",
     "load": "clearway.models.load",
     "Model": "clearway.models.model",
     "Request": "clearway.request",
@@ -58,9 +61,11 @@ __all__ = [
     "StepDone",
     "UnavailableError",
     "__version__",
+    "accelerate",
     "generate",
     "load",
     "read_metadata",
+    "restore",
     "sampling",
     "save",
 ]

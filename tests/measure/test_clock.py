@@ -170,6 +170,13 @@ def test_every_arm_runs_once_a_round_and_each_place_equally_often() -> None:
     assert list(found) == ["a", "b", "c"]
 
 
+def test_long_calls_are_warmed_up_three_times() -> None:
+    timer, times = FakeTimer(), iter([60.0, 7.0, 5.0, *[6.0] * 6])
+    found = interleave({"a": lambda number: timer.spend(next(times))}, timer, rounds=6)["a"]
+    assert isinstance(found, Samples)
+    assert (found.first_s, found.warm_ups, found.stable, found.wall_s) == (60.0, 3, False, (6.0,) * 6)
+
+
 def test_warming_up_goes_on_until_the_times_settle() -> None:
     timer, times = FakeTimer(), iter([9.0, 3.0, 2.0, 1.5, 1.0, 1.02, 0.99, *[1.0] * 6])
     found = interleave({"a": lambda number: timer.spend(next(times))}, timer, rounds=6)["a"]
@@ -179,7 +186,7 @@ def test_warming_up_goes_on_until_the_times_settle() -> None:
 
 def test_what_never_settles_is_said_so() -> None:
     timer, rng = FakeTimer(), random.Random(0)
-    found = interleave({"a": lambda number: timer.spend(rng.uniform(1, 9))}, timer, rounds=6)["a"]
+    found = interleave({"a": lambda number: timer.spend(rng.uniform(0.1, 0.9))}, timer, rounds=6)["a"]
     assert isinstance(found, Samples)
     assert (found.warm_ups, found.stable) == (12, False)
 

@@ -23,9 +23,11 @@ from clearway.errors import Cancelled
 from clearway.measure.signed_rank import ALPHA, locate
 
 Arm = Callable[[int], Any]
+FEWEST = 6  # rounds below which there is no 95 % interval, so that no difference can be called
 STABLE_CALLS = 3
 STABLE_WITHIN = 0.05
 MOST_WARM_UPS = 12
+WARM_UP_S = 10.0  # that calls after the cold one may take, from three calls on: long calls hide what settles
 
 
 class Timer(Protocol):
@@ -140,7 +142,7 @@ class Comparison:
     low: float
     high: float
     floor: float
-    verdict: str  # "faster" | "slower" | "no difference"
+    verdict: str  # "faster" | "slower" | "no difference" | "too few rounds"
     p_value: float
     n: int
     test: str
@@ -175,6 +177,8 @@ def interleave(
         calls: list[float] = []
         while len(calls) < MOST_WARM_UPS and not _stable(calls):
             if calls and timer.now() - begun > limit / 2 * place / len(arms):
+                break
+            if len(calls) >= STABLE_CALLS and sum(calls[1:]) > WARM_UP_S:
                 break
             taken = _timed(name, arm, rounds + len(calls), timer, f"warm-up {len(calls) + 1}")
             if isinstance(taken, Failed):
@@ -228,6 +232,8 @@ def compare(a: Samples, b: Samples, floor: float) -> Comparison:
     excludes_one = found.low > 0 or found.high < 0
     called = excludes_one and found.p_value <= ALPHA and abs(found.estimate) > floor
     verdict = "no difference" if not called else "slower" if found.estimate > 0 else "faster"
+    if len(a.wall_s) < FEWEST:
+        verdict = "too few rounds"
     return Comparison(
         ratio=math.exp(found.estimate),
         low=math.exp(found.low),

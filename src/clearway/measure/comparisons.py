@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clearway.measure import figures
-from clearway.measure.clock import Samples, compare
+from clearway.measure.clock import FEWEST, Samples, compare
 from clearway.measure.figures import mapping, number
 from clearway.measure.groups import Entry, Group
 from clearway.measure.markup import shown
@@ -95,6 +95,8 @@ def _tested(entry: Entry, peer: Entry | None, floor: float | None) -> dict[str, 
 
 def _verdict(told: Mapping[str, float | None]) -> str:
     """A difference only where interval and test find one and the ratio lies beyond the noise floor."""
+    if told["n"] is not None and told["n"] < FEWEST:
+        return "too few rounds"
     middle, low, high, floor, p = (told[key] for key in ("ratio", "low", "high", "floor", "p_value"))
     if middle is None or middle <= 0 or floor is None or abs(math.log(middle)) <= floor or (p or 0) > ALPHA:
         return "no difference"

@@ -21,6 +21,7 @@ from clearway.errors import Cancelled, ClearwayError, one_line
 from clearway.measure import contenders as registry
 from clearway.measure import verify
 from clearway.measure.clock import (
+    FEWEST,
     Failed,
     HostTimer,
     Samples,
@@ -38,8 +39,8 @@ from clearway.measure.record import Record
 from clearway.measure.scenario import Scenario
 from clearway.models import Model, load
 
+LEAST_S = 60.0  # that rounds may take beyond the limit: minutes of compiling are wasted on too few rounds
 ROUNDS = 10
-FEWEST = 6  # rounds below which the test can find no difference at all
 NEW_SIZE_PX = 64  # how much wider the size is that no arm has seen
 FLOOR_SHARE = 0.25  # of the time that is left, for the noise floor
 
@@ -155,6 +156,17 @@ class Run:
         limit = math.inf if self.plan.limit_s is None else self.plan.limit_s
         return limit - (self.timer.now() - self.begun)
 
+    def limit(self, share: float, entries: Sequence[Entry]) -> float | None:
+        """Seconds for rounds of `entries`: that share of what is left.
+
+        Where getting ready took it all: what the fewest rounds that can tell a difference may take, up to
+        LEAST_S.
+        """
+        if self.plan.limit_s is None:
+            return None
+        calls = sum((entry.settling_s or (entry.first_s or 0.0,))[-1] for entry in entries)
+        return max(self.left() * share, min(3 * FEWEST * calls, LEAST_S))
+
     def resting(self) -> Meter:
         """The memory in use now, unused caches given back."""
         gc.collect()
@@ -239,7 +251,7 @@ class Run:
         first = next(iter(arms))
         if self.plan.rounds >= FEWEST:
             self.tell(f"{self.scenario.name}: noise floor, {first} against itself")
-            share = None if self.plan.limit_s is None else max(0.0, self.left() * FLOOR_SHARE)
+            share = self.limit(FLOOR_SHARE, [live[first], live[first]])
             try:
                 self.floor = noise_floor(
                     arms[first], self.timer, self.plan.rounds, limit_s=share, seed=self.plan.seed
@@ -249,7 +261,7 @@ class Run:
                 live[first].failed = failure(error)
                 arms.pop(first)
         self.tell(f"{self.scenario.name}: {self.plan.rounds} rounds of {', '.join(arms)}")
-        limit = None if self.plan.limit_s is None else max(0.0, self.left())
+        limit = self.limit(1.0, list(live.values()))
         found = interleave(arms, self.timer, rounds=self.plan.rounds, limit_s=limit, seed=self.plan.seed)
         for name, samples in found.items():
             if isinstance(samples, Failed):

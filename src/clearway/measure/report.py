@@ -39,10 +39,13 @@ def load(files: Iterable[str | Path]) -> Report:
 
 def tally(group: Group) -> dict[str, int]:
     """How many results are shown, refused, failed, and how the comparisons went."""
-    found = {"results": len(group.published()), "faster": 0, "slower": 0, "no difference": 0}
+    verdicts = ("faster", "slower", "no difference", "too few rounds")
+    found = {"results": len(group.published()), **dict.fromkeys(verdicts, 0)}
     for entry in group.published():
         for row in comparisons(group, entry):
             found[row["verdict"]] += 1
+    if not found["too few rounds"]:
+        del found["too few rounds"]
     for what in ("refused", "failed"):
         found[what] = sum(row["what"] == what for row in withheld(group))
     return found

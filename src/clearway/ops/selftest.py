@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import signal
@@ -39,7 +40,8 @@ SILENCE_S = 60.0  # no line for so long after that is a hang: building one kerne
 SMALL_ELEMENTS = 2**17  # cases up to this size are what is run before first use
 SMALL_FLOPS = 2**30
 BUDGET_S = 2.0  # for the checks before first use; what is left then is left to `ops check`
-CPU_FLOPS = 2**33  # larger cases are passed over on the CPU: their yardstick would take minutes
+MOST_FLOPS = {"cpu": 2**33, "cuda": 2**38}
+"""Larger cases are passed over: their yardstick in float64 would take minutes."""
 HABITS = {"cpu": torch.float32}  # large cases run in one dtype: float16, or what the device computes in
 BEGUN = "…"
 NOTHING = "none of its op's small cases is one that it takes in this dtype"
@@ -195,7 +197,7 @@ def check(
                 yield f"refusal {words!r}", "", f"it should have refused with that, and said {reason!r}"
     for name, given in _cases(op, every_case, like):
         large = callable(given)
-        if large and kind == "cpu" and _flops(op, given) > CPU_FLOPS:
+        if large and _flops(op, given) > MOST_FLOPS.get(kind, math.inf):
             continue
         wanted = (dtype,) if dtype is not None else DTYPES
         for each in (HABITS.get(kind, torch.float16),) if large else wanted:

@@ -47,7 +47,6 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "SDXL 32x32", lambda: inputs(2, 1280, 1280, 32, 32, last=True)
     yield "VAE 512, first", lambda: inputs(1, 512, 512, 64, 64, last=True)
     yield "VAE 512, last", lambda: inputs(1, 256, 256, 256, 256, last=True)
-    yield "VAE 1024, last", lambda: inputs(1, 256, 256, 512, 512, last=True)
 
 
 def refusals() -> Iterator[tuple[str, str, Case]]:
