@@ -52,3 +52,8 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         contact_sheet.write(
             tmp_path / "file" / "sheet.png", "", ("a", "b"), [Row("", picture(0), picture(0))]
         )
+
+
+def test_a_prompt_of_several_lines_is_one_label(tmp_path: Path) -> None:
+    row = Row("a cat,\non a mat\t" + "and more " * 5000, picture(0), picture(0))
+    assert contact_sheet.write(tmp_path / "sheet.png", "a\nb", ("a", "b"), [row]).is_file()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SIDE_PX, EDGE_PX, LINE_PX = 256, 8, 18
 GAIN = 8
+_LONGEST = 400  # signs; no line has room for more
 PAPER, INK = (250, 250, 250), (20, 20, 20)
 
 
@@ -48,7 +49,8 @@ def write(path: Path, title: str, names: tuple[str, str], rows: Sequence[Row]) -
     draw = ImageDraw.Draw(sheet)
 
     def text(x: int, y: int, words: str, room: int) -> None:
-        shown = words.encode("latin-1", "replace").decode("latin-1")  # what the built-in font has
+        line = " ".join(words[:_LONGEST].split())  # a prompt may have several
+        shown = line.encode("latin-1", "replace").decode("latin-1")  # what the built-in font has
         if draw.textlength(shown, font=font) > room:
             while shown and draw.textlength(f"{shown}...", font=font) > room:
                 shown = shown[:-1]
