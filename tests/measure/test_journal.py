@@ -64,3 +64,10 @@ def test_dropping_and_a_disk_that_cannot_write(tmp_path: Path) -> None:
     lost = Journal(tmp_path / "file" / "below", {})
     assert lost.step("one", lambda: {"x": 1}) == {"x": 1} and lost.step("one", never) == {"x": 1}
     assert Journal(None, {}).path is None
+
+
+def test_dropping_what_cannot_be_deleted_forgets_it_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    journal = Journal(tmp_path / "file", {})
+    journal.drop()
+    assert journal.step("one", lambda: {"x": 1}) == {"x": 1}

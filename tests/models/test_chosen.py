@@ -10,6 +10,7 @@ import torch
 
 from builders import tiny_sd1
 from clearway import home
+from clearway.errors import UnavailableError
 from clearway.models import Model, chosen, load
 from clearway.ops import state
 from clearway.request import Request
@@ -156,3 +157,20 @@ def test_forgetting_deletes_the_file(model: Model) -> None:
     assert chosen.forget(model, 64, 64) is True
     assert chosen.forget(model, 64, 64) is False
     assert not list(home.path(chosen.FOLDER).glob("*.json"))
+
+
+def test_what_cannot_be_taken_back_is_said(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(model)
+    chosen.adopt(model, "NGMS 3", None, {"ngms": 3.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("read-only")))
+        patch.setattr(home, "write_json", lambda *_: False)
+        with pytest.raises(UnavailableError, match="could not be deleted"):
+            chosen.forget(model, 64, 64)
+        with pytest.raises(UnavailableError, match="stays in use"):
+            chosen.abandon(model)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "file"))
+    assert chosen.forget(model, 64, 64) is False and chosen.abandon(model) == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 NAMES = ("select",)
 SHEETS = "contact-sheets"
 SHEET_ROWS = 6
+MODES = ("dry_run", "explain", "adopt", "forget", "abandon")
+"""What is done in place of measuring."""
 
 
 def add(commands: Any) -> None:
@@ -79,8 +82,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.rounds < 6:
         raise RequestError(f"--rounds {args.rounds} cannot tell anything from noise; at least 6 are needed")
-    if not args.limit_s > 0 or (args.max_memory is not None and not args.max_memory > 0):
+    if not args.limit_s > 0 or not 0 < (1.0 if args.max_memory is None else args.max_memory) < math.inf:
         raise RequestError("--limit-s and --max-memory must be above 0")
+    if math.isnan(args.min_psnr):
+        raise RequestError("--min-psnr nan is no number of dB; 40 is usual")
+    modes = [f"--{name.replace('_', '-')}" for name in MODES if getattr(args, name)]
+    if len(modes) > 1 and modes != ["--forget", "--abandon"]:
+        raise RequestError(f"{' and '.join(modes)} were asked for at once; one of them is enough")
     with chosen.set_aside():
         model, request, prompts = _asked(args)
         assert request.width and request.height

@@ -47,7 +47,10 @@ class Journal:
         """Forgets everything: the question is answered, or asked anew."""
         self._done.clear()
         if self.path:
-            self.path.unlink(missing_ok=True)
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError:
+                self.path = None
 
     def _append(self, line: str) -> None:
         """Adds a line and has the disk keep it; a disk that does not costs only the resuming."""

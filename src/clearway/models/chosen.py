@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from clearway import home
+from clearway.errors import UnavailableError, one_line
 from clearway.models.model import Model
 from clearway.types import Choices, Precision
 
@@ -80,11 +81,15 @@ def store(model: Model, width: int, height: int, content: Mapping[str, Any]) -> 
 
 
 def forget(model: Model, width: int, height: int) -> bool:
-    """Deletes the selection for this size; False where there was none."""
+    """Deletes the selection for this size; False where there was none, UnavailableError where it stays."""
     target = home.path(FOLDER, _name(key(model, width, height)))
-    found = target.is_file()
-    target.unlink(missing_ok=True)
-    return found
+    if not target.is_file():
+        return False
+    try:
+        target.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnavailableError(f"the selection could not be deleted: {one_line(error)}") from error
+    return True
 
 
 def outdated(model: Model, width: int, height: int) -> list[tuple[str, list[str]]]:
@@ -187,12 +192,13 @@ def adopt(
 
 
 def abandon(model: Model) -> tuple[str, ...]:
-    """Drops all that was adopted for the model on its device; the names."""
+    """Drops all that was adopted for the model on its device; the names. UnavailableError where it stays."""
     everything = home.read_json(FOLDER, ADOPTED)
     found = everything.pop(f"{model.device.kind}:{model.path}", None)
     if found is None:
         return ()
-    home.write_json(everything, FOLDER, ADOPTED)
+    if not home.write_json(everything, FOLDER, ADOPTED):
+        raise UnavailableError("the state folder cannot be written: what was adopted stays in use")
     return tuple(found.get("names", ())) if isinstance(found, dict) else ()
 
 
