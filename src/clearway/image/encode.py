@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from clearway.image import exif
+from clearway.image import exif, png
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,17 +35,15 @@ def encode(image: np.ndarray, format: str, infotext: str, evidence: str | None =
     """
     if max(image.shape[:2]) > _LONGEST_SIDE[format]:
         raise DoesNotFit(f"{format} takes sides of up to {_LONGEST_SIDE[format]} pixels")
-    picture = Image.fromarray(image)
     infotext = _sendable(infotext)
     evidence = None if evidence is None else _sendable(evidence)
-    file = io.BytesIO()
     if format == "PNG":
         chunks = PngInfo()
         chunks.add_text("parameters", infotext)
         if evidence is not None:
             chunks.add_text(EVIDENCE_KEY, evidence)
-        picture.save(file, "PNG", pnginfo=chunks)
-        return file.getvalue()
+        return png.write(image, [(kind, data) for kind, data, *_ in chunks.chunks])
+    picture, file = Image.fromarray(image), io.BytesIO()
     block = exif.write(infotext, evidence)
     if format == "JPEG":
         if len(block) > _JPEG_EXIF_BYTES:
