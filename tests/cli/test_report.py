@@ -28,6 +28,7 @@ def files() -> None:
     for name, records in (("mine.jsonl", pair()), ("theirs.jsonl", pair(provenance=MAC))):
         for one in records:
             record.append(name, one)
+    Path("empty.jsonl").write_text("\n")
 
 
 def test_markdown_on_standard_output(run) -> None:
@@ -67,6 +68,7 @@ def test_pictures_come_from_a_folder(run) -> None:
     ("arguments", "code", "words"),
     [
         (["none.jsonl"], 2, "cannot be read"),
+        (["empty.jsonl"], 2, "no record is in it"),
         (["mine.jsonl", "-o", "page.pdf"], 2, "a report ends in .html"),
         (["mine.jsonl", "--pictures", "shots"], 2, "--output FILE.html"),
         (["mine.jsonl", "-o", "page.html", "--pictures", "none"], 2, "no such folder"),

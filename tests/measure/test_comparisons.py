@@ -135,3 +135,14 @@ def test_a_contender_of_the_same_name_elsewhere_is_not_itself() -> None:
     times = samples(1.0, n=9)
     row = _only([made("s", "c", times, comparisons=_told(against="c").comparisons)])
     assert not row["anew"] and row["ratio"] == 0.9
+
+
+def test_a_floor_below_zero_is_none_and_lengths_beyond_reason_are_not_tested() -> None:
+    records = pair(factor=0.8)
+    lie = dataclasses.replace(records[1], comparisons=[records[1].comparisons[0] | {"floor": -1000.0}])
+    row = _only([records[0], lie])
+    assert row["floor"] is None and row["verdict"] == "no difference"
+    for at, seconds in ((0, 1e-8), (1, 1e308)):
+        given = {**(records[at].throughput or {}), "samples_s": [seconds] * 12}
+        records[at] = dataclasses.replace(records[at], throughput=given)
+    assert _only(records)["anew"] is False

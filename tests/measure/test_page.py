@@ -186,6 +186,18 @@ def test_pictures_without_their_reference_stand_alone(folder: Path) -> None:
     assert text.count("<img") == 1 and "without their reference" in text
 
 
+def test_odd_references_verdicts_and_stages_stop_nothing(folder: Path) -> None:
+    records = _shown(H200)
+    odd = dataclasses.replace(
+        records[1],
+        correctness={"reference": ["a"], "verified": True},
+        comparisons=[records[1].comparisons[0] | {"verdict": ["faster"], "floor": -1000.0}],
+        throughput={**(records[1].throughput or {}), "stages_ms": {"a": 1e308, "b": 1e308, "c": 2.0}},
+    )
+    text = page(arrange(("f", one) for one in (records[0], odd)), pictures(folder))
+    assert "<img" in text and "nan" not in text and "c: 2.000 ms, 100 %" in text
+
+
 LEDGERS = (
     "provenance",
     "intended",

@@ -74,5 +74,12 @@ def test_what_is_no_picture_is_one_sentence(tmp_path: Path) -> None:
         pair("c", tmp_path / "a.png", None)
 
 
+def test_a_picture_too_large_to_open_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(RequestError, match="decompression bomb"):
+        pair("c", tmp_path / "a.png", None)
+
+
 def test_an_address_holds_the_pixels(noise: np.ndarray) -> None:
     assert (_inside(data_uri(noise)) == noise).all()

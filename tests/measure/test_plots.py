@@ -98,6 +98,12 @@ def test_ticks_are_few_and_round(most: float) -> None:
     assert all(re.fullmatch(r"[\d,]*\.?\d*|\d+e-\d+", plots._tick(tick)) for tick in ticks)
 
 
+@pytest.mark.parametrize("most", [5e-324, 1e-320, 1e308])
+def test_ticks_of_numbers_that_no_clock_gives(most: float) -> None:
+    assert plots._ticks(most)[0] == 0 and plots.strips([("a", [most], most, most, most)])
+    assert plots.timeline([("a", [(0.0, most), (most, most)])])
+
+
 def test_nothing_is_wider_than_the_plot_or_not_a_number() -> None:
     drawn = plots.forest([("a", 1e-9, 1e-12, 1e9, math.inf, "faster"), ("b", 1e9, 0.0, None, 0.0, "slower")])
     drawn = Markup(drawn + plots.strips([("z", [0.0], 0.0, 0.0, 0.0)]) + plots.stages([]) + plots.forest([]))

@@ -78,6 +78,7 @@ def test_a_line_left_unfinished_spoils_no_other(tmp_path: Path) -> None:
         ('{"scenario": "\\ud800"}', "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("{}", "no schema number"),
+        ('{"intended": ' + '{"a": ' * 60 + "1" + "}" * 61, "nested more than 50 deep"),
         (line(schema="1"), "no schema number"),
         (line(schema=True), "no schema number"),
         (line(schema=0), "no schema number"),

@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     from clearway.measure.report import as_json, load, markdown
 
     found = load(args.files)
+    if not found.groups:
+        raise RequestError(
+            f"{', '.join(args.files)}: no record is in it; clearway bench --output writes them"
+        )
     if args.output:
         _write(args.output, markdown(found) if suffix == ".md" else _page(found, args.pictures))
         say(f"wrote {args.output}")

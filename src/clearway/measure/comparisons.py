@@ -15,6 +15,7 @@ from clearway.measure.signed_rank import ALPHA
 
 OWN, BASE = "clearway", "diffusers"
 _SHORTEST_S = 1e-9  # no clock tells less; the logarithms of what is near zero overflow
+_LONGEST_S = 1e12  # nobody waits for more, and ratios of such numbers overflow
 _MOST_ROUNDS = 2000  # the test takes memory with the square of the rounds
 
 
@@ -32,10 +33,11 @@ def comparisons(group: Group, entry: Entry, *, every: bool = False) -> list[dict
             continue
         if peer and not every and _tells(peer, entry) and _place(group, entry) < _place(group, peer):
             continue
-        anew = _tested(entry, peer, number(given.get("floor")))
-        told = anew or {
-            key: number(given.get(key)) for key in ("ratio", "low", "high", "floor", "n", "p_value")
-        }
+        told = {key: number(given.get(key)) for key in ("ratio", "low", "high", "floor", "n", "p_value")}
+        if (told["floor"] or 0.0) < 0:
+            told["floor"] = None  # no noise is below none
+        anew = _tested(entry, peer, told["floor"])
+        told = anew or told
         if told["ratio"] is None:
             continue
         row: dict[str, Any] = {
@@ -79,7 +81,9 @@ def _tested(entry: Entry, peer: Entry | None, floor: float | None) -> dict[str, 
         figures.numbers(mapping(one.record.throughput).get("samples_s")) if one else ()
         for one in (entry, peer)
     )
-    if not 0 < len(mine) == len(others) <= _MOST_ROUNDS or min(*mine, *others) < _SHORTEST_S:
+    if not 0 < len(mine) == len(others) <= _MOST_ROUNDS:
+        return None
+    if min(*mine, *others) < _SHORTEST_S or max(*mine, *others) > _LONGEST_S:
         return None
     a, b = (Samples(wall_s, None, wall_s[0], 0, True) for wall_s in (others, mine))
     found = compare(a, b, math.inf if floor is None else floor)

@@ -11,6 +11,8 @@ from clearway.measure.figures import mapping, number, plain
 from clearway.measure.groups import Entry, Group, workload
 from clearway.measure.markup import shown
 
+OLDER_WORDS = (("no difference", "too few rounds"), ("too few rounds", "no difference"))
+"""Verdicts that say the same."""
 _TOLD = ("scenario", "precision", "order", "ceilings")  # settings that stand elsewhere or are long
 
 
@@ -77,8 +79,8 @@ def _contradictions(group: Group, entry: Entry) -> Iterable[str]:
                 yield f"says {key} {plain(number(given[key]))}, its samples give {plain(anew[key])}"
     for row in comparisons(group, entry, every=True):
         said, place = row["said"], f"against {row['against']}"
-        if {said.get("verdict"), row["verdict"]} == {"no difference", "too few rounds"}:
-            continue  # the same, in older words
+        if (said.get("verdict"), row["verdict"]) in OLDER_WORDS:
+            continue
         if said.get("verdict") != row["verdict"]:
             yield f"says “{shown(said.get('verdict'))}” {place}, its data allow “{row['verdict']}”"
         for key in ("ratio", "low", "high", "p_value"):

@@ -210,7 +210,7 @@ def _pictures(entries: Sequence[Entry], shots: Shots) -> Markup | None:
     """The reference's picture, and each contender's beside its difference from it."""
     found = [
         (
-            (entry.record.correctness or {}).get("reference"),
+            shown((entry.record.correctness or {}).get("reference") or ""),
             pair(shown(entry.record.contender), *shots[id(entry)]),
         )
         for entry in entries
@@ -225,14 +225,14 @@ def _pictures(entries: Sequence[Entry], shots: Shots) -> Markup | None:
     return tag("div", tag("p", words, class_="note"), *drawn, class_="pictures") if drawn else None
 
 
-def _against(name: object, found: Sequence[tuple[object, Pair]]) -> list[Markup]:
+def _against(name: str, found: Sequence[tuple[str, Pair]]) -> list[Markup]:
     """The pairs with one reference, which stands once at their side."""
     mine = [one for own, one in found if own == name]
     reference = next((one.reference for one in mine if one.reference), None)
     shots = [shot for one in mine if reference is None or one.contender != name for shot in _shots(one)]
     if reference is None:
         return [tag("div", *shots, class_="shots")]
-    side = tag("div", _shot(reference, f"{shown(name)}, the reference"), class_="reference")
+    side = tag("div", _shot(reference, f"{name}, the reference"), class_="reference")
     return [tag("div", side, tag("div", *shots, class_="shots"), class_="against")]
 
 

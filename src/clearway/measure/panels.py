@@ -14,7 +14,7 @@ from clearway.measure.tables import Row, Table, ceilings
 STAGES = "Where the time goes"
 WIDE = (STAGES,)
 """Titles of plots that take the whole width."""
-_SANE = (1e-9, 1e12)  # of what goes on a logarithmic axis
+_SANE = (1e-9, 1e12)  # of what goes on a logarithmic axis, or is added up
 
 
 def panels(
@@ -59,8 +59,9 @@ def _throughput(group: Group, entries: Sequence[Entry], rows: Sequence[Row]) -> 
     for entry in entries:
         given = mapping(mapping(entry.record.throughput).get("stages_ms"))
         taken = {shown(name): number(value) or 0.0 for name, value in given.items()}
-        if any(value > 0 for value in taken.values()):
-            bars.append((_label(group, entry), {name: value for name, value in taken.items() if value > 0}))
+        sane = {name: value for name, value in taken.items() if _SANE[0] < value < _SANE[1]}
+        if sane:
+            bars.append((_label(group, entry), sane))
     return [*drawn, (STAGES, plots.stages(bars))] if bars else drawn
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearway.errors import RequestError
+from clearway.errors import RequestError, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,5 +104,5 @@ def _read(path: Path) -> np.ndarray:
     try:
         with Image.open(path) as image:
             return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read as a picture") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise RequestError(f"{path} cannot be read as a picture: {one_line(error)}") from error

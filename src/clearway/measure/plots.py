@@ -153,7 +153,7 @@ def roofline(points: Sequence[tuple[int, str, float, float]], gb_per_s: float, t
 def timeline(series: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> Markup:
     """Bytes over seconds, one line a contender, both from zero."""
     last = max((points[-1][0] for _, points in series), default=0.0) or 1.0
-    most = max((value for _, points in series for _, value in points), default=0.0) or 1.0
+    most = max((1.0, *(value for _, points in series for _, value in points)))
     unit = 2**30 if most >= 2**30 else 2**20
     high, wide = _ticks(most / unit), _ticks(last)
     top, height = max(high[-1], most / unit) * unit, 240
@@ -234,7 +234,9 @@ def _scatter(place: int) -> float:
 
 
 def _ticks(most: float) -> list[float]:
-    """Three to six round numbers from 0 to about `most`."""
+    """Three to six round numbers from 0 to about `most`; 0 alone where no float is small enough for more."""
+    if most < 1e-300:
+        return [0.0]
     step = 10 ** math.floor(math.log10(most / 3))
     step *= next(times for times in (1, 2, 5, 10) if most / (step * times) < 6)
     return [step * index for index in range(math.floor(most / step + 1e-9) + 1)]

@@ -12,6 +12,7 @@ from typing import Any
 from clearway.errors import RequestError, one_line
 
 SCHEMA = 1
+DEEPEST = 50  # levels of nesting: what reports do to values takes Python's stack
 WORK = ("same", "changed precision", "less work")
 
 
@@ -91,6 +92,8 @@ def _record(line: bytes, where: str) -> Record:
         raise RequestError(f"{where} is not JSON: {one_line(error)}") from error
     if not isinstance(found, dict):
         raise RequestError(f"{where} is not a record: it is no JSON object")
+    if _nested(found, DEEPEST):
+        raise RequestError(f"{where} is not a record: it is nested more than {DEEPEST} deep")
     schema = found.get("schema")
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
         raise RequestError(f"{where} is not a record: it has no schema number")
@@ -129,6 +132,15 @@ def _fits(name: str, value: Any) -> bool:
         listed = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         return listed or (value is None and name == "operations")
     return True
+
+
+def _nested(value: Any, most: int) -> bool:
+    """Whether objects and lists lie more than `most` deep in one another."""
+    level = [value]
+    for _ in range(most + 1):
+        held = [one for one in level if isinstance(one, dict | list)]
+        level = [item for one in held for item in (one.values() if isinstance(one, dict) else one)]
+    return any(isinstance(one, dict | list) for one in level)
 
 
 def _number(text: str) -> float:
