@@ -42,7 +42,8 @@ def test_prompts_and_models_of_ones_own_are_not_shared() -> None:
     )
     record = made(scenario=mine.name, provenance={"machine": "x", "settings": {"scenario": mine.as_dict()}})
     line = to_line(share.shared(record))
-    assert "secret plan" not in line and "alice" not in line and "steps=3" in line
+    assert "secret" not in line and "alice" not in line and "steps=3" in line
+    assert f"model={share.PRIVATE}" in share.shared(record).scenario
     found = share.shared(record).provenance["settings"]["scenario"]
     assert found["prompt"] == found["model"] == share.PRIVATE and found["steps"] == 3
 
@@ -60,6 +61,33 @@ def test_paths_users_and_hosts_are_taken_out(monkeypatch: pytest.MonkeyPatch) ->
     found = share.shared(record)
     assert "<path>" in (found.failed or "") and found.routes == {"unet/eager": 3}
     assert "ratio 3/4" in found.intended["note"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Errno 2] No such file or directory: '/home/alice/My Secret Models/x.safetensors'",
+        'File "C:\\Users\\alice\\My Secret\\x.py", line 3',
+        "file:///home/alice/secret/x",
+        "at //server/alice/secret",
+        "in ~/secret",
+        r"in \\server\secret\alice",
+    ],
+)
+def test_paths_of_every_form_are_taken_out(text: str) -> None:
+    found = share.shared(made(failed=text)).failed or ""
+    assert "alice" not in found and "ecret" not in found and "<path>" in found
+
+
+def test_an_account_called_like_a_contender_renames_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getpass, "getuser", lambda: "clearway")
+    record = made(comparisons=[{"against": "clearway-eager"}])
+    assert share.shared(record).comparisons == record.comparisons
+
+
+def test_what_is_no_path_is_kept() -> None:
+    text = "see https://pytorch.org/docs/stable; attention/sdpa 3/4 of 10 GB/s, and/or 1 / 2"
+    assert share.shared(made(failed=text)).failed == text
 
 
 def test_a_disk_that_refuses_is_said(tmp_path: Path) -> None:

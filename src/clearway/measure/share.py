@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from clearway.errors import UnavailableError, one_line
@@ -20,7 +20,13 @@ from clearway.measure.record import Record, to_line
 
 PRIVATE = "(not shared)"
 SHORTEST = 3  # signs of a name that is looked for: a shorter one would be found in half of all words
-_PATH = re.compile(r"(?<![\w/])(?:~|[A-Za-z]:)?(?:[/\\][^/\\\s'\",;()]+){2,}[/\\]?")
+EVERYDAY = ("root", "localhost", "clearway", "diffusers", "torch", "python", "embedded")
+"""Names of users and hosts that tell nothing, and stand in records for what they are."""
+_PART = r"[/\\]+[^/\\\s'\",;()]+"
+_PATH = re.compile(
+    r"""(?P<sign>['"])(?:file:|~|[A-Za-z]:)?[/\\][^'"]*[/\\][^'"]*(?P=sign)"""  # quoted: with spaces in it
+    rf"|(?<![\w/])(?<!http:)(?<!https:)(?:(?:file:)?(?:{_PART}){{2,}}|(?:~|[A-Za-z]:)(?:{_PART})+)[/\\]?"
+)
 _KEPT = (
     "device",
     "machine",
@@ -36,22 +42,22 @@ def shared(record: Record) -> Record:
     """The record without what is private."""
     made = dict(record.provenance)
     settings = dict(made.get("settings") or {})
+    names = _names()
     if isinstance(settings.get("scenario"), dict):
-        settings["scenario"] = _public(settings["scenario"])
+        given = settings["scenario"]
+        settings["scenario"] = _public(given)
+        if settings["scenario"].get("model") == PRIVATE:  # its last part stands in the scenario's name too
+            model = str(given["model"])
+            names = [(model, PRIVATE), (PureWindowsPath(model).name, PRIVATE), *names]
     kept = {key: value for key, value in made.items() if key in _KEPT}
-    return replace(
-        record,
-        scenario=_clean(record.scenario),
-        provenance={**_clean({**made, "settings": settings}), **kept},
-        intended=_clean(record.intended),
-        refused=_clean(record.refused),
-        failed=_clean(record.failed),
-        throughput=_clean(record.throughput),
-        operations=_clean(record.operations),
-        correctness=_clean(record.correctness),
-        memory=_clean(record.memory),
-        comparisons=_clean(record.comparisons),
-    )
+    cleaned = {
+        name: _clean(getattr(record, name), names)
+        for name in (
+            "scenario", "intended", "refused", "failed", "throughput", "operations", "correctness", "memory",
+            "comparisons",
+        )
+    }  # fmt: skip
+    return replace(record, provenance={**_clean({**made, "settings": settings}, names), **kept}, **cleaned)
 
 
 def write(path: str | Path, records: Iterable[Record]) -> None:
@@ -82,17 +88,17 @@ def _random(key: str, value: Any) -> bool:
     return key == "model" and (value == "embedded" or str(value).endswith("-random"))
 
 
-def _clean(value: Any) -> Any:
-    """The value with paths, user and host taken out of every text in it."""
+def _clean(value: Any, names: list[tuple[str, str]]) -> Any:
+    """The value with paths and `names` taken out of every text in it."""
     if isinstance(value, str):
         text = _PATH.sub("<path>", value)
-        for name, stand_in in _names():
+        for name, stand_in in names:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", stand_in, text, flags=re.IGNORECASE)
         return text
     if isinstance(value, dict):
-        return {key: _clean(one) for key, one in value.items()}
+        return {key: _clean(one, names) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(one) for one in value]
+        return [_clean(one, names) for one in value]
     return value
 
 
@@ -104,6 +110,6 @@ def _names() -> list[tuple[str, str]]:
             name = read()
         except (OSError, KeyError, ImportError):  # an account without a name
             continue
-        if len(name) >= SHORTEST and name not in ("root", "localhost"):
+        if len(name) >= SHORTEST and name.lower() not in EVERYDAY:
             found.append((name, stand_in))
     return found
