@@ -185,8 +185,24 @@ def _explain(op: Op, args: argparse.Namespace) -> int:
     if args.json:
         print_json({"op": op.name, "device": kind, "dtype": args.dtype, "cases": explained})
         return 0
+    print(f"{op.name} on {kind} in {args.dtype}, case by case")
     for entry in explained:
         note = f" ({entry['note']})" if entry["note"] else ""
-        print(f"{entry['case']}: {entry['taken']}{note}")
-        print_table([("", name, reason) for name, reason in entry["refused"].items()])
+        print(f"  {entry['case']}: {entry['taken']}{note}")
+    print("not taken")
+    for name, reason, cases in _reasons(explained):
+        where = "" if len(cases) == len(explained) else f" [{', '.join(cases)}]"
+        print(f"  {name}: {reason}{where}")
     return 0
+
+
+def _reasons(explained: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:
+    """(implementation, reason, cases) of what was not taken, each reason once, in order of appearance."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in explained:
+        for name, reason in entry["refused"].items():
+            found.setdefault((name, reason), []).append(entry["case"])
+    order = list(dict.fromkeys(name for name, _ in found))
+    return [
+        (name, reason, cases) for wanted in order for (name, reason), cases in found.items() if name == wanted
+    ]
