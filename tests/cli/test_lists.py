@@ -10,6 +10,7 @@ from PIL import Image
 
 from clearway import __version__
 from clearway.cli.main import command_names, main
+from clearway.models import library
 
 
 @pytest.fixture
@@ -96,3 +97,19 @@ def test_help_and_version(run) -> None:
     code, out, _ = run()
     assert code == 0
     assert all(name in out for name in command_names())
+
+
+def test_info_of_several_files(run, tmp_path: Path) -> None:
+    for name, side in (("a.png", 8), ("b.png", 16)):
+        Image.new("RGB", (side, side)).save(tmp_path / name)
+    files = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    found = json.loads(run("info", *files, "--json")[1])
+    assert [one["width"] for one in found] == [8, 16]
+    out = run("info", *files)[1]
+    assert out.index(f"== {files[0]}") < out.index(f"== {files[1]}") and "16 x 16" in out
+
+
+def test_the_embedded_model_is_listed_once(run) -> None:
+    folder = library.embedded_folder().parent
+    names = [one["name"] for one in json.loads(run("models", str(folder), "--json")[1])]
+    assert names.count("embedded") == 1

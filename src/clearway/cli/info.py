@@ -1,12 +1,15 @@
-"""`clearway info FILE`: what a picture says of how it was made."""
+"""`clearway info FILE…`: what pictures say of how they were made."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clearway.cli.output import print_json, write
+
+if TYPE_CHECKING:
+    from clearway.image.read import Metadata
 
 NAMES = ("info",)
 
@@ -18,41 +21,56 @@ def add(commands: Any) -> None:
         help="read a picture's parameters",
         description="Reads pictures of Clearway, the WebUI and its kin, ComfyUI, NovelAI.",
     )
-    parser.add_argument("file", metavar="FILE", help="a PNG, JPEG, WebP, AVIF or GIF")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a PNG, JPEG, WebP, AVIF or GIF")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object, a list of several")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the parameters found; exit code 0 also where there are none."""
-    from clearway import infotext
     from clearway.image import read_metadata
 
-    found = read_metadata(args.file)
+    several, separator = len(args.files) > 1, "\n"
+    found = [(file, read_metadata(file)) for file in args.files]
     if args.json:
-        parsed = infotext.parse(found.infotext) if found.infotext else None
-        print_json(
-            {
-                "file": str(args.file),
-                "kind": found.kind,
-                "format": found.format,
-                "width": found.width,
-                "height": found.height,
-                "infotext": found.infotext,
-                "prompt": parsed.prompt if parsed else None,
-                "negative_prompt": parsed.negative_prompt if parsed else None,
-                "parameters": dict(parsed.values) if parsed else None,
-                "comfyui": {
-                    "summary": found.summary,
-                    "prompt": found.comfyui_prompt,
-                    "workflow": found.comfyui_workflow,
-                }
-                if found.kind == "comfyui"
-                else None,
-                "evidence": found.evidence,
-            }
-        )
+        values = [_values(file, one) for file, one in found]
+        print_json(values if several else values[0])
         return 0
+    for number, (file, one) in enumerate(found):
+        if several:
+            write(f"{separator if number else ''}== {file}")
+        _print(file, one)
+    return 0
+
+
+def _values(file: str, found: Metadata) -> dict[str, Any]:
+    """What was found as JSON values."""
+    from clearway import infotext
+
+    parsed = infotext.parse(found.infotext) if found.infotext else None
+    return {
+        "file": str(file),
+        "kind": found.kind,
+        "format": found.format,
+        "width": found.width,
+        "height": found.height,
+        "infotext": found.infotext,
+        "prompt": parsed.prompt if parsed else None,
+        "negative_prompt": parsed.negative_prompt if parsed else None,
+        "parameters": dict(parsed.values) if parsed else None,
+        "comfyui": {
+            "summary": found.summary,
+            "prompt": found.comfyui_prompt,
+            "workflow": found.comfyui_workflow,
+        }
+        if found.kind == "comfyui"
+        else None,
+        "evidence": found.evidence,
+    }
+
+
+def _print(file: str, found: Metadata) -> None:
+    """What was found as text."""
     if found.infotext:
         write(found.infotext)
     if found.kind == "comfyui":
@@ -65,5 +83,4 @@ def run(args: argparse.Namespace) -> int:
     if found.evidence:
         write(f"evidence: {json.dumps(found.evidence, ensure_ascii=False)}")
     if not found.infotext and found.kind != "comfyui":
-        write(f"{args.file}: a {found.format} of {found.width} x {found.height} without parameters")
-    return 0
+        write(f"{file}: a {found.format} of {found.width} x {found.height} without parameters")

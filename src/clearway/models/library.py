@@ -59,8 +59,9 @@ def available(more: Iterable[str | Path] = ()) -> list[Entry]:
     for place in places:
         if not place.is_dir():
             raise RequestError(f"there is no folder {str(place)!r} to look for models in")
-    found = sorted((_entry(path) for path in _models([*places, *folders()])), key=_by_name)
-    return [_entry(embedded_folder()), *found]
+    own = embedded_folder()
+    paths = [path for path in _models([*places, *folders()]) if path.resolve() != own.resolve()]
+    return [_entry(own), *sorted(map(_entry, paths), key=_by_name)]
 
 
 def find(name: str) -> Path | None:
