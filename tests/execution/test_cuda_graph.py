@@ -1,5 +1,6 @@
 """Captured graphs over a stand-in for CUDA's: keys, staleness, eviction, fallback and counts."""
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from clearway.execution.cuda_graph import CudaGraph, Pool, TorchCapture
 from clearway.execution.kept import Kept
 from clearway.ops import budget, contract
+from clearway.ops.attention import attention
 from clearway.ops.geglu import geglu
 from fake_capture import Recorder
 
@@ -21,11 +23,15 @@ class Network(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 8, bias=False)
         self.kept = Kept()
-        self.projections = 0
+        self.counts = Counter[str]()
+
+    @property
+    def projections(self) -> int:
+        return self.counts["projections"]
 
     def forward(self, x: Tensor, *, context: Tensor, return_dict: bool = True) -> tuple[Tensor]:
         def compute() -> tuple[Tensor]:
-            self.projections += 1
+            self.counts["projections"] += 1
             return (self.inner(context),)
 
         (read,) = self.kept.get(context, [self.inner.weight], compute, promised=True)
@@ -166,6 +172,81 @@ def test_an_output_that_cannot_be_copied_is_not_captured(network: Network) -> No
     run = CudaGraph(lambda x: {"found": {x}}, "unet", Counter(), Pool(Recorder()))
     assert isinstance(run(torch.ones(1))["found"], set)
     assert list(run.pool.reasons) == ["its output is a dict, which cannot be copied"]
+
+
+def test_a_list_that_the_module_empties_is_whole_at_capture() -> None:
+    """Diffusers' UNets take an adapter's residuals off the list that they are given."""
+
+    class Popping(nn.Module):
+        def forward(self, x: Tensor, residuals: list[Tensor]) -> Tensor:
+            while residuals:
+                x = x + residuals.pop(0)
+            return x
+
+    run = CudaGraph(Popping(), "unet", Counter(), Pool(Recorder()))
+    for number in (1.0, 2.0):
+        assert torch.equal(run(torch.zeros(2), [torch.full((2,), number)]), torch.full((2,), number))
+    assert run.pool.captured == 1
+
+
+def test_settings_of_a_module_make_a_graph_stale(network: Network) -> None:
+    """FreeU's factors, an image adapter's scale: numbers that a graph has baked in."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.scale = None, [1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.factor or 1.0) * self.scale[0]
+
+    module = Scaled()
+    run = CudaGraph(module, "unet", Counter(), Pool(Recorder()))
+    x, found = torch.ones(1), []
+    for factor, scale in ((None, 1.0), (2.0, 1.0), (3.0, 1.0), (3.0, 1.0), (3.0, 0.5), (None, 0.5)):
+        module.factor, module.scale[0] = factor, scale
+        found.append(float(run(x)))
+    assert found == [1.0, 2.0, 3.0, 3.0, 1.5, 0.5]
+    assert run.pool.captured == 5
+
+
+def test_what_memory_decided_in_a_graph_is_the_generations_too() -> None:
+    q = torch.randn(1, 1, 64, 8)
+    run = CudaGraph(
+        lambda q: attention(q, q, q[..., :4]),  # values of another size: PyTorch's own holds the scores
+        "unet",
+        Counter(),
+        Pool(Recorder()),
+    )
+    with budget.sampled(budget.Device("cpu"), 1000) as sample:
+        attention(q, q, q[..., :4])
+    assert sample.smallest_refused < 1e6
+    for _ in range(2):  # captured, then replayed
+        with budget.sampled(budget.Device("cpu"), 1000) as other:
+            run(q)
+        assert other.smallest_refused == sample.smallest_refused
+
+
+def test_threads_do_not_share_a_replay(network: Network) -> None:
+    run = executor(network)
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    run(x, context=context)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        drawn = torch.Generator().manual_seed(seed)
+        for _ in range(100):
+            x, context = torch.randn(2, 4, generator=drawn), torch.randn(2, 4, generator=drawn)
+            found = run(x, context=context)[0]
+            if not torch.equal(found, geglu(network.inner(x) + network.inner(context))):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and run.pool.captured == 1
 
 
 def test_ops_are_counted_at_replays(network: Network) -> None:

@@ -35,6 +35,44 @@ def test_it_holds_for_values_and_not_for_other_code_or_addresses() -> None:
         assert not before.holds()
 
 
+def test_settings_are_seen_in_modules_that_are_not_torchs() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.scales, self.processor = None, [1.0, [0.5]], Processor()
+
+    class Processor:
+        def __init__(self) -> None:
+            self.size, self.cache = 2, torch.ones(1)
+
+    made = Block()
+    changes = (
+        lambda: setattr(made, "factor", 0.5),
+        lambda: setattr(made, "factor", None),
+        lambda: made.scales[1].append(0.1),
+        lambda: setattr(made.processor, "size", 3),
+        lambda: delattr(made.processor, "size"),
+        lambda: setattr(made, "factor", torch.ones(2)),
+    )
+    for change in changes:
+        before = Fingerprint(made)
+        assert before.holds()
+        change()
+        assert not before.holds()
+    before = Fingerprint(made)
+    made.processor.cache = torch.zeros(1)  # no setting
+    assert before.holds()
+
+
+def test_an_adapter_without_a_scale_is_one_too() -> None:
+    made = module()
+    made[0].__dict__.update(merged_adapters=[], _disable_adapters=False)
+    found = Fingerprint(made)
+    before = found.adapters()
+    made[0]._disable_adapters = True
+    assert found.adapters() != before
+
+
 def test_hooks_are_seen_without_a_new_fingerprint() -> None:
     made = module()
     found = Fingerprint(made)

@@ -9,6 +9,7 @@ its compile callbacks), with their reasons.
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -101,6 +102,7 @@ class Compiled:
 
     def __init__(self, module: Callable[..., Any], settings: Settings) -> None:
         self.module, self.settings, self.events, self.calls = module, settings, Events(), 0
+        self._lock = threading.RLock()  # blocks are put in place for all threads, and taken away for all
         self._whole: Callable[..., Any] | None = None
         self._regions: dict[nn.Module, Callable[..., Any]] = {}
 
@@ -108,7 +110,7 @@ class Compiled:
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
         try:
-            with self._counted(), self._configured():
+            with self._lock, self._counted(), self._configured():
                 if self.settings.scope == "full":
                     if self._whole is None:
                         self._whole = torch.compile(self.module, **self.settings.arguments())

@@ -8,6 +8,7 @@ reason is kept. Outputs are copies: the next replay does not change them.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -123,6 +124,8 @@ class Pool:
     captured: int = 0
     evicted: int = 0
     wasted: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a graph is filled, replayed and read: its buffers are one for all threads."""
     _module: Fingerprint | None = None
 
     def checked(self, owner: nn.Module | None) -> Fingerprint | None:
@@ -182,30 +185,44 @@ class CudaGraph:
         owner = owner if isinstance(owner, nn.Module) else None
         reason = self._refuse(tensors, leaves, owner)
         if reason is None:
-            module = self.pool.checked(owner)
-            if module is not None and module.hooked():
-                return self._eagerly("forward hooks are at work in it", args, kwargs)
-            key = self._key(leaves, tree, module)
-            reason = self.pool.failed.get(key)
+            with self.pool.lock:
+                graph, reason = self._graph(leaves, tree, tensors[0].device, owner)
+                if graph is not None:
+                    graph.load(tensors, self._promises(args, kwargs))
+                    graph.replay()
+                    graph.replays += 1
+                    output = pytree.tree_map_only(Tensor, torch.clone, graph.output)
         if reason is not None:
             return self._eagerly(reason, args, kwargs)
-        graph = self.pool.find(key, tensors[0].device)
+        assert graph is not None
+        self.routes[f"{self.part}/cuda_graph"] += 1
+        contract.count(graph.routes)
+        budget.current(tensors[0].device).follow(graph.sample)
+        return output
+
+    def _graph(
+        self, leaves: list[Any], tree: Any, device: torch.device, owner: nn.Module | None
+    ) -> tuple[Graph | None, str | None]:
+        """The graph for these arguments, captured if need be; or why there is none."""
+        module = self.pool.checked(owner)
+        if module is not None and module.hooked():
+            return None, "forward hooks are at work in it"
+        key = self._key(leaves, tree, module)
+        reason = self.pool.failed.get(key)
+        if reason is not None:
+            return None, reason
+        graph = self.pool.find(key, device)
         if graph is None:
             if self.pool.wasted >= self.pool.limit:
-                return self._eagerly("its arguments differ from call to call", args, kwargs)
+                return None, "its arguments differ from call to call"
             graph, reason = self._capture(leaves, tree)
             if graph is None:
                 assert reason is not None
                 self.pool.failed[key] = reason
-                return self._eagerly(reason, args, kwargs)
+                return None, reason
             # warming up tests implementations, which can change routes: the key as it is now
             self.pool.add(self._key(leaves, tree, self.pool.checked(owner)), graph)
-        graph.load(tensors, self._promises(args, kwargs))
-        graph.replay()
-        graph.replays += 1
-        self.routes[f"{self.part}/cuda_graph"] += 1
-        contract.count(graph.routes)
-        return pytree.tree_map_only(Tensor, torch.clone, graph.output)
+        return graph, None
 
     def _eagerly(self, reason: str, args: Any, kwargs: Any) -> Any:
         self.pool.reasons[reason] += 1
@@ -268,11 +285,11 @@ class CudaGraph:
                 own.append(inputs[-1] if isinstance(leaf, Tensor) else leaf)
         for mine, given in zip(inputs, (leaf for leaf in leaves if isinstance(leaf, Tensor)), strict=True):
             mine.copy_(given)
-        args, kwargs = pytree.tree_unflatten(own, tree)
         frame, routes = Frame(tuple(inputs)), dict[str, int]()
         limit = budget.current(device).limit_bytes
 
         def run() -> Any:
+            args, kwargs = pytree.tree_unflatten(own, tree)  # anew: a UNet takes residuals off its list
             return self.module(*args, **kwargs)
 
         with budget.sampled(Device(device.type, device.index), limit) as sample, within(frame):

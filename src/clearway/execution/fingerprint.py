@@ -1,15 +1,18 @@
 """What a captured graph has baked in of a module: its code, the addresses of its tensors, its adapters.
 
 A graph reads weights where they lay at capture. So it holds while every module, forward and processor is the
-same object and every weight lies where it lay; a change of weights in place is seen by it. Adapters put
-numbers (scales, which are on) into the graph, hence a state of their own: a graph may be kept for each.
+same object, every weight lies where it lay and every setting is what it was (FreeU's factors, an image
+adapter's scale); a change of weights in place is seen by it. Adapters put numbers (scales, which are on) into
+the graph, hence a state of their own: a graph may be kept for each.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +20,9 @@ _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CODE = ("forward", "processor", "_compiled_call_impl", "training")
 _ADAPTER_FACTS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora")
-"""What PEFT's layers hold; a layer with a `scaling` is taken for one."""
+"""What PEFT's layers hold; a layer with one of the first or the fourth is taken for one."""
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Fingerprint:
@@ -37,7 +42,8 @@ class Fingerprint:
         self._addresses = list(map(_address, self._tensors))
         self._hooks = [held[name] for held in self._vars for name in _HOOKS]
         self._code = [(held, name, held[name]) for held in self._vars for name in _CODE if name in held]
-        self._adapters = [held for held in self._vars if "scaling" in held]
+        self._adapters = [held for held in self._vars if "scaling" in held or "merged_adapters" in held]
+        self._settings = [found for one in modules for found in _settings(one)]
 
     def holds(self) -> bool:
         """Whether every module, forward, processor and weight is the same and lies where it lay."""
@@ -48,7 +54,15 @@ class Fingerprint:
             and list(map(len, self._vars)) == self._sizes
             and list(map(_address, self._tensors)) == self._addresses
             and all(held.get(name) is value for held, name, value in self._code)
+            and self._set_alike()
         )
+
+    def _set_alike(self) -> bool:
+        """Whether all settings are what they were."""
+        try:
+            return all(read(held) == value for held, read, value in self._settings)
+        except (KeyError, RuntimeError):  # gone, or a tensor now
+            return False
 
     def hooked(self) -> bool:
         """Whether somebody's forward hooks are at work in it, which a graph would leave out."""
@@ -60,6 +74,30 @@ class Fingerprint:
             return ""
         facts = [[repr(held.get(name)) for name in _ADAPTER_FACTS] for held in self._adapters]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _settings(module: nn.Module) -> list[tuple[dict[str, Any], itemgetter[Any], Any]]:
+    """(attributes, what reads the plain ones, their values) of a module that is not torch's, and of its
+    processor."""
+    found = []
+    for one in (module, vars(module).get("processor")):
+        held = getattr(one, "__dict__", None)
+        if not held or type(one).__module__.partition(".")[0] == "torch":
+            continue
+        names = [name for name, value in held.items() if name not in _ADAPTER_FACTS and _is_plain(value)]
+        if names:
+            read = itemgetter(*names)
+            found.append((held, read, copy.deepcopy(read(held))))
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """Numbers, words and flags, and lists, tuples and dicts of them: never a tensor, never a module."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN
 
 
 def _address(tensor: Tensor) -> int:

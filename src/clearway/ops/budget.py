@@ -74,6 +74,11 @@ class Sample:
         """Whether what was decided here would be decided the same under another limit."""
         return self.largest_admitted <= limit_bytes < self.smallest_refused
 
+    def follow(self, other: Sample) -> None:
+        """Takes over what was decided under another sample: a captured graph decided for its replays."""
+        self.largest_admitted = max(self.largest_admitted, other.largest_admitted)
+        self.smallest_refused = min(self.smallest_refused, other.smallest_refused)
+
     def sentence(self, peak: float) -> str:
         """Why `peak` bytes are too many."""
         return (
