@@ -116,6 +116,27 @@ def test_under_inference_mode_it_is_made_anew_unless_promised() -> None:
         agree(attn, X, encoder_hidden_states=context)
 
 
+def test_a_context_that_learns_gets_its_gradient() -> None:
+    """As in textual inversion: the network is frozen, and what was kept without a gradient has none."""
+    attn = attention(24)
+    placed(attn, kept=True)
+    context = CONTEXT.clone().requires_grad_(True)
+    with torch.no_grad():
+        attn(X, encoder_hidden_states=context)
+    gradients = []
+    for _ in range(2):  # the second time from a graph of its own
+        attn(X, encoder_hidden_states=context).square().sum().backward()
+        gradients.append(context.grad.clone())
+    torch.testing.assert_close(gradients[1], 2 * gradients[0])
+
+
+def test_it_can_be_made_of_its_class_alone() -> None:
+    """As Diffusers does where an IP-Adapter is loaded or taken away."""
+    attn = attention()
+    attn.processor = Processor()
+    agree(attn, X)
+
+
 def test_a_wrapped_projection_is_called_and_not_kept() -> None:
     class Wrapped(nn.Module):
         def __init__(self, base_layer: nn.Linear) -> None:

@@ -12,6 +12,7 @@ from builders import tiny_sd1
 from clearway import home
 from clearway.errors import UnavailableError
 from clearway.models import Model, chosen, load
+from clearway.models.accelerate import apply, restore
 from clearway.ops import state
 from clearway.request import Request
 from clearway.types import Choices, Precision
@@ -105,6 +106,17 @@ def test_choices_are_applied_by_size_and_taken_away_again(model: Model) -> None:
     assert chosen.applied(fast, 256, 256).choices == Choices()
     assert weight.is_contiguous()
     assert chosen.applied(model, 64, 64).choices == FAST  # the first object shares the modules
+
+
+def test_what_was_undone_by_hand_is_put_in_place_again(model: Model) -> None:
+    stored(model)
+    chosen.applied(model, 64, 64)
+    restore(model)
+    assert chosen.applied(model, 64, 64).choices == FAST
+    assert model.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    apply(model, Choices())
+    assert chosen.applied(model, 64, 64).choices == FAST
+    assert model.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_weights_are_laid_out_as_by_load_even_within_a_generation(model: Model) -> None:

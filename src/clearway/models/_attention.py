@@ -26,8 +26,15 @@ class Processor:
     under inference_mode; `packed`: query, key and value are one projection where they read one input.
     """
 
-    def __init__(self, stock: Any, kept: bool, promised: bool, packed: bool) -> None:
-        self.stock, self.promised, self.packed = stock, promised, packed
+    def __init__(
+        self, stock: Any = None, kept: bool = False, promised: bool = False, packed: bool = False
+    ) -> None:
+        if stock is None:  # loading an IP-Adapter makes a new one of each processor's class
+            from diffusers.models.attention_processor import AttnProcessor2_0
+
+            stock = AttnProcessor2_0()
+        self.stock = stock
+        self.promised, self.packed = promised, packed
         self.kept = Kept() if kept else None
         _listen()
         self._one: tuple[Tensor, Tensor | None] | None = None
@@ -50,7 +57,7 @@ class Processor:
         **kwargs: Any,
     ) -> Tensor:
         x, context = hidden_states, encoder_hidden_states
-        if args or kwargs or needs_gradient(attn, x) or refuse(attn):
+        if args or kwargs or needs_gradient(attn, x, context) or refuse(attn):
             other: Tensor = self.stock(attn, x, context, attention_mask, temb, *args, **kwargs)
             return other
         image = x.shape if x.dim() == 4 else None

@@ -7,6 +7,7 @@ and `__call__` stay as they are, and state_dict knows nothing of it. deepcopy an
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-def needs_gradient(module: nn.Module, x: Tensor) -> bool:
+def needs_gradient(module: nn.Module, *inputs: Tensor | None) -> bool:
     """Whether this call may have to be differentiated."""
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
+    given = (x for x in inputs if x is not None)
+    return any(one.requires_grad for one in chain(given, module.parameters()))
 
 
 def plain(module: Any, kind: type[nn.Module]) -> bool:

@@ -19,6 +19,7 @@ from clearway.errors import RequestError, nearest
 from clearway.execution import EXECUTORS, forget
 from clearway.models import _attention, _fused_blocks
 from clearway.models._bound import Bound, occupied, plain, plain_weight
+from clearway.models.chosen import MARK
 from clearway.models.model import Model
 from clearway.types import Choices
 
@@ -72,6 +73,7 @@ def _named(names: list[str]) -> str:
     return ", ".join(f"{parts.count(part)} in {part}" for part in dict.fromkeys(parts))
 
 
+@torch.inference_mode(False)  # weights that are laid out in it stay marked by it
 def accelerate(
     target: Any,
     ops: Iterable[str] = OPS,
@@ -101,6 +103,7 @@ def accelerate(
     return report
 
 
+@torch.inference_mode(False)
 def restore(target: Any) -> Report:
     """Takes away what `accelerate` put in place: forwards, processors and memory layout as they were.
 
@@ -111,6 +114,7 @@ def restore(target: Any) -> Report:
     for label, part in _parts(target):
         for name, module in _walk(label, part):
             _take_away(name, module, report)
+        part.__dict__.pop(MARK, None)
         forget(part)
     return report
 

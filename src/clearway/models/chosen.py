@@ -36,7 +36,8 @@ PACKAGE = Path(__file__).parents[1]
 SOURCES = ("ops/*", "execution/*.py", "guidance/*.py", "models/accelerate.py", "models/_*.py")
 
 _aside: ContextVar[bool] = ContextVar("clearway_chosen_aside", default=False)
-_ours: WeakKeyDictionary[Any, Choices] = WeakKeyDictionary()
+MARK = "_clearway_chosen"
+"""Where a UNet holds the choices that `applied` put in place in it; `restore` takes it away with them."""
 _digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -114,21 +115,17 @@ def applied(model: Model, width: int | None = None, height: int | None = None) -
     Choices that a caller named are left alone. Modules are shared and changed: what was put in place here for
     another size is taken away again.
     """
-    held = _ours.get(model.unet)
+    held = vars(model.unet).get(MARK)
     if _aside.get() or model.choices not in (Choices(), held):
         return model
     found = find(model, width or model.defaults.width, height or model.defaults.height)
     wanted = choices_from(found["choices"]) if found else Choices()
     if wanted != (held or Choices()):
-        import torch
-
         from clearway.models.accelerate import apply
 
-        with torch.inference_mode(
-            False
-        ):  # generate() runs in it, and weights laid out there stay marked by it
-            apply(model, wanted)
-        _ours[model.unet] = wanted
+        apply(model, wanted)
+        if wanted != Choices():
+            vars(model.unet)[MARK] = wanted
     return model if wanted == model.choices else replace(model, choices=wanted)
 
 
