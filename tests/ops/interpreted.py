@@ -23,11 +23,15 @@ import torch
 
 from clearway.ops import selftest
 from clearway.ops._implementation import Case, refused
+from clearway.ops._triton import Kernel
+from clearway.ops.attention import inputs
 from clearway.ops.contract import OPS, Op
 from ops.mutants import MUTANTS
 from ops.registry import TRITON_TOO, in_dtype, named, outputs, small, with_implementation
 
 NAME = "triton"
+BESIDE = {"attention_gemm": ("attention", "gemm")}
+"""Sources of implementations of other names: their op and name."""
 
 
 def repair_interpreter() -> None:
@@ -56,12 +60,19 @@ def check_cases() -> Iterator[dict[str, Any]]:
 def check_others() -> Iterator[dict[str, Any]]:
     """Implementations of other names, where they do not refuse."""
     for name, other in TRITON_TOO:
-        for case, given in small(OPS[name]):
+        for case, given in (*small(OPS[name]), *scaled(name)):
             for dtype in selftest.DTYPES:
                 args = in_dtype(given, dtype)
                 if refused(named(OPS[name], other), args) is None:
                     problem = selftest.problem(OPS[name], named(OPS[name], other), args)
                     yield {"op": name, "implementation": other, "case": case, "problem": problem}
+
+
+def scaled(name: str) -> Iterator[tuple[str, Case]]:
+    """Attention with scales that no network has: what is masked must stay so."""
+    if name == "attention":
+        for scale in (-0.3, 0.0):
+            yield f"scale {scale}", inputs(1, 2, 7, 13, 40, scale=scale)
 
 
 def spoilt(op: Op) -> Iterator[tuple[str, Case]]:
@@ -99,7 +110,7 @@ def check_mutants(folder: Path) -> Iterator[dict[str, Any]]:
         assert text.count(old) >= 1, f"{stem}: {old!r} is no longer there"
         path = folder / f"mutant{number}.py"
         path.write_text(text.replace(old, new, 1), encoding="utf-8")
-        name = stem.removesuffix("_triton")
+        name, implementation = BESIDE.get(stem, (stem.removesuffix("_triton"), NAME))
         before = OPS[name]
         module = loaded(path)
         if stem.endswith("_triton"):
@@ -107,14 +118,23 @@ def check_mutants(folder: Path) -> Iterator[dict[str, Any]]:
             original, home.__dict__[stem] = home.__dict__[stem], module
             yield {"mutant": [stem, old, new], "caught": first_problem(OPS[name])}
             home.__dict__[stem] = original
+        elif stem in BESIDE:  # registered by another file: its kernels alone are planted
+            home = sys.modules[f"clearway.ops.{stem}"]
+            kernels = {key: value for key, value in vars(home).items() if isinstance(value, Kernel)}
+            home.__dict__.update({key: module.__dict__[key] for key in kernels})
+            yield {"mutant": [stem, old, new], "caught": first_problem(OPS[name], implementation)}
+            home.__dict__.update(kernels)
         else:
             yield {"mutant": [stem, old, new], "caught": first_problem(OPS[name])}
         OPS[name] = before
 
 
-def first_problem(op: Op) -> str:
-    for case, args in small(op):
-        found = selftest.problem(op, named(op, NAME), args) or against_contiguous(op, args)
+def first_problem(op: Op, name: str = NAME) -> str:
+    for case, args in (*small(op), *scaled(op.name)):
+        if name != NAME and refused(named(op, name), args):
+            continue
+        found = selftest.problem(op, named(op, name), args)
+        found = found or (against_contiguous(op, args) if name == NAME else "")
         if found:
             return f"{case}: {found}"
     return ""

@@ -41,7 +41,8 @@ def _softmax_rows(scores, out, keys, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * keys
     c = tl.arange(0, BLOCK)
     live = c < keys
-    x = tl.load(scores + row + c, mask=live, other=-float("inf")) * scale
+    x = tl.load(scores + row + c, mask=live, other=0.0) * scale
+    x = tl.where(live, x, -float("inf"))  # after the scale, which may be negative or 0
     x = tl.exp(x - tl.max(x, 0))
     tl.store(out + row + c, (x / tl.sum(x, 0)).to(out.dtype.element_ty), mask=live)
 
