@@ -296,10 +296,10 @@ def test_a1111_1_10() -> None:
     request = Request.from_infotext(A1111_1_10)
     assert (request.sampler, request.schedule) == ("DPM++ 2M SDE", "Exponential")
     assert (request.sigma_min, request.sigma_max, request.rho) == (0.03, 14.2, 5.0)
-    assert (request.ngms, request.ngms_all_steps, request.rng) == (1.0, True, "GPU")
+    assert (request.ngms, request.ngms_all_steps, request.rng) == (1.0, True, "NV")
     assert infotext.parse(A1111_1_10).values["Hires prompt"] == 'a city, at night: sharper\nand "brighter"'
     assert infotext.unread(A1111_1_10) == (
-        "VAE hash", "VAE", "RNG: NV", "Hires prompt", "Hires resize", "Pad conds"
+        "VAE hash", "VAE", "Hires prompt", "Hires resize", "Pad conds"
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ BAD = {
     "eta": [-1, float("nan")],
     "sigma_min": [-1],
     "rho": [0],
-    "rng": ["NV", "gpu", None],
+    "rng": ["nv", "gpu", None],
     "prompt": [None, 3],
     "negative_prompt": [b"x"],
     "sampler": [3],

@@ -168,7 +168,10 @@ def release_memory(device: Device) -> None:
 
 
 def noise_device(device: Device, rng: str) -> str:
-    """Where noise is made: the WebUI's "GPU" is the device itself, but the CPU on MPS."""
+    """Where noise is made: the WebUI's "GPU" is the device itself, but the CPU on MPS; "NV" is the CPU, as an
+    NVIDIA GPU would make it."""
+    if rng == "NV":
+        return "philox"
     return "cpu" if rng == "CPU" or device.kind == "mps" else str(device)
 
 

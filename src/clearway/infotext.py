@@ -163,7 +163,7 @@ def request_fields(text: str) -> dict[str, Any]:
         )
     fields: dict[str, Any] = {"prompt": found.prompt, "negative_prompt": found.negative_prompt}
     for key, value in found.values.items():
-        if key in _FIELDS and not _is_foreign_rng(key, value):
+        if key in _FIELDS:
             name, read = _FIELDS[key]
             fields[name] = read(key, value)
     schedule = _SDNEXT_SIGMAS.get(found.values.get("Sampler sigma", "").strip())
@@ -187,8 +187,7 @@ def precision_fields(text: str) -> dict[str, Any]:
 def unread(text: str) -> tuple[str, ...]:
     """The parameters in `text` that neither `request_fields` nor `precision_fields` applies, in order.
 
-    Keys, or "key: value" where only that value is not applied. Names and versions (Model, App, …) are left
-    out.
+    Names and versions (Model, App, …) are left out.
     """
     values = parse(text).values
     known = {*_FIELDS, *_ABOUT}
@@ -196,9 +195,7 @@ def unread(text: str) -> tuple[str, ...]:
         known |= {*_DTYPES, "TF32"}
     names: dict[str, None] = {}
     for key, value in values.items():
-        if _is_foreign_rng(key, value):
-            names[f"{key}: {value.strip()}"] = None
-        elif key == "Sampler sigma" and value.strip() in _SDNEXT_SIGMAS:
+        if key == "Sampler sigma" and value.strip() in _SDNEXT_SIGMAS:
             continue
         elif key not in known and _NEUTRAL.get(key) != value.strip():
             half = key[-2:] in ("-1", "-2") and {f"{key[:-1]}1", f"{key[:-1]}2"} <= values.keys()
@@ -272,10 +269,6 @@ def _is_ours(values: Mapping[str, str]) -> bool:
     return values.get("Version", "").startswith("Clearway ")
 
 
-def _is_foreign_rng(key: str, value: str) -> bool:
-    return key == "RNG" and value.strip() == "NV"
-
-
 def _whole(key: str, value: str) -> int:
     found = value.strip()
     if not _WHOLE.fullmatch(found) or len(found) > 100:
@@ -308,7 +301,7 @@ def _truth(key: str, value: str) -> bool:
 
 
 def _rng(key: str, value: str) -> str:
-    if value.strip() not in ("GPU", "CPU"):
+    if value.strip() not in ("GPU", "CPU", "NV"):
         raise _unreadable(key, value, "GPU, CPU or NV")
     return value.strip()
 

@@ -16,7 +16,7 @@ MAX_RANDOM_SEED = 4294967294  # the WebUI's own range for random seeds
 MAX_SEED = 2**63 - 1
 MAX_KNOB = 10000.0  # beyond it float32 arithmetic has no meaning left; SD's own largest sigma is 14.6
 DEFAULT_BATCH = 4
-RNGS = ("GPU", "CPU")
+RNGS = ("GPU", "CPU", "NV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,10 @@ class Request:
     one. `batch_size` of them run together (None: up to 4); `exact_batch` runs them singly, which makes a
     picture independent of its neighbours to the last bit. `ngms` > 0 skips negative guidance below that sigma
     on every other denoiser call, with `ngms_all_steps` on every one. `rng` is where noise is made: "GPU" (the
-    device's own generator, the WebUI's default) or "CPU". `eta`, `s_noise`, `s_churn`, `s_tmin` and `s_tmax`
-    are the samplers' usual knobs; `sigma_min`, `sigma_max` and `rho` the schedules'. `memory_budget_bytes`
-    pins what attention may hold at once, so that a repeat routes as before (None: by what is free).
+    device's own generator, the WebUI's default), "CPU", or "NV" (on the CPU as an NVIDIA GPU would). `eta`,
+    `s_noise`, `s_churn`, `s_tmin` and `s_tmax` are the samplers' usual knobs; `sigma_min`, `sigma_max` and
+    `rho` the schedules'. `memory_budget_bytes` pins what attention may hold at once, so that a repeat routes
+    as before (None: by what is free).
     Raises RequestError for values that no model could take.
     """
 

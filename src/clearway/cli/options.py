@@ -56,7 +56,11 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     )
     fine = parser.add_argument_group("fine points of samplers and schedules")
     add = fine.add_argument
-    add("--rng", choices=("GPU", "CPU"), help="where noise is made: the device (GPU, default) or the CPU")
+    add(
+        "--rng",
+        choices=("GPU", "CPU", "NV"),
+        help="where noise is made: the device (GPU, default), the CPU, or as on NVIDIA's (NV)",
+    )
     add("--eta", type=float, metavar="X", help="how much fresh noise (ancestral samplers and SDE 1, DDIM 0)")
     add("--s-noise", type=float, metavar="X", help="scale of fresh noise (1)")
     add("--s-churn", type=float, metavar="X", help="churn (0)")

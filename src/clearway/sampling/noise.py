@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from clearway.errors import RequestError
+from clearway.sampling import philox
 from clearway.sampling.registry import Sampler, find_sampler
 from clearway.types import Noise
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+PHILOX = "philox"
 RESOLUTION_DIGITS = 6  # torchsde's default tolerance, 1e-6: what k-diffusion's trees have
 
 
@@ -21,8 +24,9 @@ class ImageNoise:
     """N(0, 1) for B images, one generator each.
 
     The initial noise comes first, then every draw of an ancestral sampler. `shape` is one image's (C, h, w),
-    `seeds` has one seed an image. Drawn in float32 on `drawn_on` (on MPS A1111 draws on the CPU), then moved
-    to `device` and `dtype` (None: float32). Raises RequestError for seeds that are none.
+    `seeds` has one seed an image. Drawn in float32 on `drawn_on` (on MPS A1111 draws on the CPU; "philox": on
+    the CPU as an NVIDIA GPU would), then moved to `device` and `dtype` (None: float32). Raises RequestError
+    for seeds that are none.
     Source: A1111 v1.10.1's ImageRNG and its replacement of k-diffusion's randn_like.
     """
 
@@ -42,8 +46,8 @@ class ImageNoise:
         self._dtype = torch.float32 if dtype is None else dtype
         self._in_flight: list[Tensor] = []
         self.seeds = _checked_seeds(seeds)
-        self.drawn_on = torch.device(drawn_on)
-        self._generators = [torch.Generator(self.drawn_on).manual_seed(seed) for seed in self.seeds]
+        self.drawn_on = drawn_on if drawn_on == PHILOX else torch.device(drawn_on)
+        self._draws = [_source(seed, self.drawn_on) for seed in self.seeds]
 
     def initial(self) -> Tensor:
         """The starting noise (B, C, h, w), N(0, 1): the first draw, so call it before anything else draws."""
@@ -56,11 +60,18 @@ class ImageNoise:
     def _draw(self) -> Tensor:
         import torch
 
-        rows = [
-            torch.randn(self._shape, generator=one, device=one.device, dtype=torch.float32)
-            for one in self._generators
-        ]
+        rows = [draw(self._shape) for draw in self._draws]
         return _moved(torch.stack(rows), self._device, self._dtype, self._in_flight)
+
+
+def _source(seed: int, drawn_on: str | torch.device) -> Callable[[tuple[int, ...]], Tensor]:
+    """(shape) -> the next N(0, 1) of one image, float32."""
+    import torch
+
+    if drawn_on == PHILOX:
+        return philox.Generator(seed).normal
+    generator = torch.Generator(drawn_on).manual_seed(seed)
+    return lambda shape: torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 def brownian_noise(
@@ -71,7 +82,8 @@ def brownian_noise(
     One Brownian path an image over [smallest sigma above 0, largest], seeded with the image's seed; the noise
     is the path's increment divided by sqrt(|sigma_next - sigma|), so overlapping steps get matching noise.
     Sigmas outside the range count as its ends. Below torchsde's resolution of 1e-6 the increment is 0. Drawn
-    in float32 on `device` (None: x's). Raises RequestError where seeds do not match the rows of x.
+    in float32 on `device` (None: x's; "philox" as in ImageNoise). Raises RequestError where seeds do not
+    match the rows of x.
     Source: k-diffusion's BatchedBrownianTree and BrownianTreeNoiseSampler, over torchsde's BrownianTree.
     """
     import torch
@@ -83,10 +95,14 @@ def brownian_noise(
     if not levels:
         raise RequestError("Brownian noise needs a sigma above 0, found none")
     low, high = min(levels), max(levels)
-    start = torch.zeros(x.shape[1:], dtype=torch.float32, device=x.device if device is None else device)
-    trees: list[Callable[[float, float], Tensor]] = [
-        torchsde.BrownianTree(t0=low, w0=start, t1=high, entropy=seed) for seed in seeds
-    ]
+    emulated = device == PHILOX
+    where = "cpu" if emulated else x.device if device is None else device
+    start = torch.zeros(x.shape[1:], dtype=torch.float32, device=where)
+    drawing = philox.in_torchsde if emulated else nullcontext
+    with drawing():
+        trees: list[Callable[[float, float], Tensor]] = [
+            torchsde.BrownianTree(t0=low, w0=start, t1=high, entropy=seed) for seed in seeds
+        ]
     low, high = round(low, RESOLUTION_DIGITS), round(high, RESOLUTION_DIGITS)
     target, dtype = x.device, x.dtype  # not x itself, which would keep the first latents alive
     in_flight: list[Tensor] = []
@@ -97,7 +113,8 @@ def brownian_noise(
         first, last = (min(max(round(t, RESOLUTION_DIGITS), low), high) for t in (before, after))
         if first >= last:
             return torch.zeros((len(trees), *start.shape), dtype=dtype, device=target)
-        increments = torch.stack([tree(first, last) for tree in trees])
+        with drawing():
+            increments = torch.stack([tree(first, last) for tree in trees])
         length = math.sqrt(after - before)
         return _moved(increments / (length if sigma_next > sigma else -length), target, dtype, in_flight)
 
