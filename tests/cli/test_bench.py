@@ -11,6 +11,7 @@ import pytest
 
 from clearway.cli import bench as command
 from clearway.cli.main import main
+from clearway.errors import UnavailableError
 from clearway.measure import against, harness
 from clearway.measure.record import Record, read
 
@@ -132,6 +133,7 @@ def test_another_environment(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (("embeded",), 2, "nearest: 'embedded'"),
         (("--contenders", "difusers"), 2, "nearest: 'diffusers'"),
         (("--contenders", "clearway:speed=high"), 2, "choice 'speed=high'"),
+        (("--contenders", "clearway:executor=graph"), 2, "nearest: 'cuda_graph'"),
         (("--set", "steps"), 2, "not KEY=VALUE"),
         (("--set", "stebs=3"), 2, "nearest: 'steps'"),
         (("--rounds", "0"), 2, "--rounds 0 is out of range"),
@@ -148,9 +150,33 @@ def test_what_cannot_be_is_one_sentence(
     assert found == code and words in err and out == "" and asked == []
 
 
+def test_what_was_measured_is_shown_where_the_next_fails(
+    run: Any, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = harness.bench
+
+    def fails(scenario: Any, *more: Any, **also: Any) -> list[Record]:
+        if scenario.name == "ops":
+            raise UnavailableError("no memory is left")
+        return measure(scenario, *more, **also)
+
+    monkeypatch.setattr(harness, "bench", fails)
+    code, out, err = run("embedded", "ops", "--contenders", "clearway", "--json")
+    assert code == 3 and "no memory is left" in err
+    assert [one["scenario"] for one in json.loads(out)] == ["embedded"]
+
+
 def test_files_that_cannot_be_written(run: Any, asked: list[Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, _, err = run("--contenders", "clearway", "--output", str(tmp_path / "file" / "x.jsonl"))
     assert code == 3 and "could not be written" in err
+    for option in ("--output", "--share", "--pictures"):
+        for name in (str(tmp_path / "file" / "x"), "x" * 300 if option != "--pictures" else "file/y"):
+            code, out, err = run("--contenders", "clearway", option, name)
+            assert code == 3 and option in err and "could not be written" in err and out == ""
+    assert run("--contenders", "clearway", "--share", str(tmp_path))[0] == 3
+    same = ("--output", "x.jsonl", "--share", "./x.jsonl")
+    assert run("--contenders", "clearway", *same)[0] == 2
+    assert asked == []  # all of it is said before anything is measured
     with pytest.raises(command.UnavailableError, match="could not be written"):
         command._save(str(tmp_path / "file"), "s", "c", __import__("numpy").zeros((1, 4, 4, 3), "uint8"))

@@ -96,15 +96,24 @@ def test_a_part_that_ran_again_in_another_dtype_is_said() -> None:
 
 def test_choices_are_parsed() -> None:
     text = "executor=compiled,rows=separate,ops=geglu+attention,packed_qkv=true"
-    text += ",routes=attention/sdpa+softmax/rows"
+    text += ",routes=attention/sdpa+softmax/metal"
     assert parse_choices(text) == Choices(
         executor="compiled",
         rows="separate",
         ops=("geglu", "attention"),
-        routes=(("attention", "sdpa"), ("softmax", "rows")),
+        routes=(("attention", "sdpa"), ("softmax", "metal")),
         packed_qkv=True,
     )
-    for wrong in ("speed=high", "executor", "packed_qkv=yes"):
+    wrongs = (
+        "speed=high",
+        "executor",
+        "packed_qkv=yes",
+        "executor=fast",
+        "layout=x",
+        "rows=x",
+        "ops=geglu+x",
+    )
+    for wrong in (*wrongs, "routes=attention/x", "routes=x/sdpa", "routes=attention"):
         with pytest.raises(RequestError):
             parse_choices(wrong)
 

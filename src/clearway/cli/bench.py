@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,27 +63,57 @@ def run(args: argparse.Namespace) -> int:
         from clearway.measure.against import check_python
 
         check_python(args.against)
+    _check_targets(args)
     from clearway import device as machine
 
     device = machine.pick(args.device)
     named = bool(names)
     names = names or ([contenders.OWN] if args.against else contenders.usual(device.kind))
     records: list[Record] = []
-    for one in chosen:
-        measure = _against if args.against else _bench
-        for record in measure(args, one, names, device, plan):
-            records.append(record)
-            if args.output:
+    try:
+        for one in chosen:
+            measure = _against if args.against else _bench
+            found = measure(args, one, names, device, plan)
+            records += found
+            for record in found if args.output else ():
                 _append(args.output, record)
+    finally:  # also where one of several scenarios fails, or is stopped: what was measured is shown
+        if records:
+            _print(records, args.json)
     if args.share:
         from clearway.measure import share
 
         share.write(args.share, records)
         say(f"wrote {args.share}: the same figures, nothing private")
-    _print(records, args.json)
     withheld = [one for one in records if one.refused or one.failed]
     # what nobody named may be unable to do the scenario's work; what was named must
     return 3 if withheld and (named or len(withheld) == len(records)) else 0
+
+
+def _check_targets(args: argparse.Namespace) -> None:
+    """UnavailableError where what is measured could not be written, said before anything is."""
+    for option in ("output", "share", "pictures"):
+        name = getattr(args, option)
+        if name is None:
+            continue
+        target = Path(name)
+        folder = target if option == "pictures" else target.parent
+        try:
+            while not folder.exists() and folder != folder.parent:
+                folder = folder.parent
+            if option != "pictures" and target.is_dir():
+                why = "it is a folder"
+            elif not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+                why = f"{folder} is no folder to write to"
+            elif target.exists() and not os.access(target, os.W_OK):
+                why = "it is read-only"
+            else:
+                continue
+        except OSError as error:
+            why = one_line(error)
+        raise UnavailableError(f"--{option} {name} could not be written: {why}")
+    if args.output and args.share and Path(args.output).resolve() == Path(args.share).resolve():
+        raise RequestError("--output and --share name one file; what is shared replaces what is in its file")
 
 
 def _bench(
@@ -108,7 +139,8 @@ def _against(
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from clearway.measure.harness import FEWEST, ROUNDS, Plan
+    from clearway.measure.clock import FEWEST
+    from clearway.measure.harness import ROUNDS, Plan
 
     rounds = ROUNDS if args.rounds is None else args.rounds
     for name, value, least in (("rounds", rounds, 1), ("limit-s", args.limit_s, 0)):

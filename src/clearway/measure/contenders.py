@@ -102,6 +102,10 @@ def parse_choices(text: str) -> Choices:
         if key not in Choices.__slots__ or not sign:
             raise RequestError(f"choice {pair!r} is not known; it is one of {', '.join(Choices.__slots__)}")
         values[key] = value
+    for key, names in _known().items():
+        for name in filter(None, values.get(key, "").split("+")):
+            if name not in names:
+                raise RequestError(f"{key} {name!r} is not known; nearest: {nearest(name, names)}")
     for key in ("ops", "routes"):
         if key in values:
             values[key] = tuple(filter(None, values[key].split("+")))
@@ -113,6 +117,18 @@ def parse_choices(text: str) -> Choices:
             raise RequestError(f"packed_qkv is true or false, not {values['packed_qkv']!r}")
         values["packed_qkv"] = values["packed_qkv"] == "true"
     return Choices(**values)
+
+
+def _known() -> dict[str, tuple[str, ...]]:
+    """What choices may be, by field."""
+    from clearway.execution import EXECUTORS
+    from clearway.models.accelerate import LAYOUTS, OPS, ROWS
+    from clearway.ops import discover
+
+    routes = (
+        f"{op.name}/{one.name}" for op in discover().values() for one in (*op.implementations, op.reference)
+    )
+    return {"executor": EXECUTORS, "layout": LAYOUTS, "rows": ROWS, "ops": OPS, "routes": tuple(routes)}
 
 
 def isolated(module: Any) -> Any:
