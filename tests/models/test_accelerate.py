@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,6 +302,39 @@ def test_what_wraps_a_forward_afterwards_keeps_working(unets: dict[str, Any]) ->
         assert torch.equal(unet(**given)[0], expected)
     assert calls == [1]
     assert "wrapped since" in str(report)
+
+
+def test_a_wrapper_that_keeps_its_inner_elsewhere_is_found(unets: dict[str, Any]) -> None:
+    """Diffusers' hooks (group offloading): the norm's SiLU must not come twice."""
+    unet = copy.deepcopy(unets["sd1"])
+    given = inputs(unet, 1, 8, 8)
+    with torch.no_grad():
+        expected = unet(**given)[0]
+        accelerate(unet, layout=None)
+        norm = unet.conv_norm_out
+        norm.forward = functools.update_wrapper(functools.partial(norm.forward), norm.forward)
+        resnet = unet.mid_block.resnets[0]
+        held = SimpleNamespace(forward=None, original_forward=resnet.forward)
+        resnet._diffusers_hook = SimpleNamespace(_fn_refs=[held])
+        resnet.forward = lambda *args, **kwargs: held.original_forward(*args, **kwargs)
+        report = restore(unet)
+        assert torch.equal(unet(**given)[0], expected)
+    (names,) = report.left.values()
+    assert len(names) == 2
+
+
+def test_packed_weights_come_apart_where_the_processor_is_gone(unets: dict[str, Any]) -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    unet = copy.deepcopy(unets["sd1"])
+    with torch.no_grad():
+        accelerate(unet, packed_qkv=True)
+        unet(**inputs(unet, 1, 8, 8))
+        twin = copy.deepcopy(unet)
+        unet.set_attn_processor(AttnProcessor())
+    for each in (unet, twin):
+        restore(each)
+        assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in each.parameters())
 
 
 def test_what_a_removed_hook_leaves_is_no_hindrance(unets: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from clearway.models._attention import Processor, refuse, refuse_packed
+from clearway.models._attention import Processor, refuse, refuse_packed, unpack
 
 
 def attention(context: int | None = None, **options: Any) -> Attention:
@@ -43,7 +43,7 @@ X, CONTEXT = torch.randn(2, 9, 32), torch.randn(2, 7, 24)
 @pytest.mark.parametrize("bias", [False, True])
 def test_self_attention(packed: bool, bias: bool) -> None:
     attn = attention(bias=bias)
-    made = placed(attn, packed=packed)
+    placed(attn, packed=packed)
     agree(attn, X)
     attn.to_k.weight.mul_(1.5)  # in place: the packed projection is the same memory
     agree(attn, X)
@@ -52,7 +52,7 @@ def test_self_attention(packed: bool, bias: bool) -> None:
     attn.double()
     agree(attn, X.double())
     before = [weight.clone() for weight in attn.parameters()]
-    made.unpack(attn)
+    unpack(attn)
     assert all(torch.equal(one, other) for one, other in zip(attn.parameters(), before, strict=True))
     pointers = {weight.untyped_storage().data_ptr() for weight in attn.parameters()}
     assert len(pointers) == len(before)
@@ -162,7 +162,7 @@ def test_a_wrapped_projection_is_called_and_not_kept() -> None:
     alone.to_q.scale = 2.0
     agree(alone, X)
     assert "wrapped" in str(refuse_packed(alone))
-    alone.processor.unpack(alone)
+    unpack(alone)
     assert made.stock is not None
 
 

@@ -113,15 +113,6 @@ class Processor:
                 self._one = _joined(weights), None if biases[0] is None else _joined(biases)
         return self._one
 
-    def unpack(self, attn: Any) -> None:
-        """Gives the three weights memory of their own again."""
-        if self._one is None:
-            return
-        for layer in (attn.to_q, attn.to_k, attn.to_v):
-            for parameter in getattr(layer, "base_layer", layer).parameters(recurse=False):
-                parameter.data = parameter.data.clone()
-        self._one = None
-
 
 @functools.cache
 def _listen() -> None:
@@ -138,6 +129,14 @@ def _listen() -> None:
                 processor.kept.forget()
 
     register_module_module_registration_hook(replaced)
+
+
+def unpack(attn: Any) -> None:
+    """Gives three projections' weights memory of their own again, where they are parts of one tensor."""
+    for layer in (attn.to_q, attn.to_k, attn.to_v):
+        for parameter in getattr(layer, "base_layer", layer).parameters(recurse=False):
+            if parameter.data.untyped_storage().nbytes() != parameter.data.nbytes:
+                parameter.data = parameter.data.clone()
 
 
 def _are_parts(parts: list[nn.Parameter], whole: Tensor | None) -> bool:

@@ -39,6 +39,7 @@ OPS = (
 LAYOUTS = ("contiguous", "channels_last")
 ROWS = ("joined", "separate")
 _STRIDES = "_clearway_strides"
+_PACKED = "_clearway_packed"
 _TOKENS = "_get_output_for_continuous_inputs"
 """The method of Transformer2DModel that makes an image of tokens again."""
 _SHOWN = 3
@@ -257,6 +258,7 @@ def _swap(name: str, attn: Any, kept: bool, packed: bool, promised: bool, report
         if refused:
             report.leave(f"not packed, {refused}", name)
         else:
+            attn.__dict__[_PACKED] = True  # here, since another processor may come in this one's place
             report.place("packed_qkv", name)
 
 
@@ -300,9 +302,10 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
         del held[_TOKENS]
     processor = held.get("processor")
     if isinstance(processor, _attention.Processor):
-        processor.unpack(module)
         held["processor"] = processor.stock
         report.place("restored", name)
+    if held.pop(_PACKED, False):
+        _attention.unpack(module)
     for key, stride in held.pop(_STRIDES, {}).items():
         weight = module._parameters.get(key)
         if weight is not None and weight.dim() == len(stride):
@@ -311,8 +314,13 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
 
 
 def _wrapped(module: nn.Module) -> Bound | None:
-    """A Bound that somebody has put a wrapper around: Accelerate's hooks keep it as `_old_forward`."""
-    for value in module.__dict__.values():
-        if isinstance(value, Bound) and value.args[0] is module:
-            return value
-    return None
+    """A Bound that somebody has put a wrapper around: Accelerate's hooks keep it as `_old_forward`,
+    Diffusers' in a registry, others as functools.wraps does."""
+    held = module.__dict__
+    found = list(held.values())
+    for reference in getattr(held.get("_diffusers_hook"), "_fn_refs", ()):
+        found += [getattr(reference, name, None) for name in ("forward", "original_forward")]
+    inner = held.get("forward")
+    while (inner := getattr(inner, "__wrapped__", None)) is not None:
+        found.append(inner)
+    return next((one for one in found if isinstance(one, Bound) and one.args[0] is module), None)
