@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +50,11 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     seeds, size = request.seeds(), request.batch_size or 1
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
+    tuned = chosen.tuned(model, width, height)
+
     with (
         machine.tf32(model.device, model.precision.tf32),
+        nullcontext() if tuned is None else state.trying(tuned),
         recording(routes),
         budget.sampled(model.device, request.memory_budget_bytes) as memory,
         _memory_errors(request, model.device),

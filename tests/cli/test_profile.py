@@ -11,6 +11,7 @@ from PIL import Image
 from clearway.cli.main import build_parser, main
 from clearway.cli.profile_text import WIDTH, lines
 from clearway.measure import ceilings, profiling
+from clearway.models import chosen, load
 from fake_timer import FakeTimer
 
 FAST = ["--size", "64x64", "--steps", "2", "--seed", "5", "--sampler", "Euler"]
@@ -135,3 +136,16 @@ def test_a_mistake_is_one_sentence_and_code_2(run, arguments: list[str], monkeyp
     monkeypatch.setattr(profiling, "Profiler", lambda *_: pytest.fail("something was measured"))
     code, out, err = run(*arguments)
     assert (code, out) == (2, "") and err.startswith("clearway: ") and err.count("\n") == 1
+
+
+def test_what_was_adopted_is_profiled_as_it_is_drawn(run, model: Path) -> None:
+    adopted = {"steps": 2, "sampler": "DPM++ 2M", "schedule": "Karras"}
+    chosen.adopt(load(str(model), device="cpu"), "2 steps", {}, adopted)
+    code, out, err = run("x", "--size", "64x64", "--device", "cpu", "--json")
+    found = json.loads(out)["request"]
+    assert code == 0 and "adopted for this model" in err
+    assert (found["steps"], found["sampler"], found["schedule"]) == (2, "DPM++ 2M", "Karras")
+    found = json.loads(run("x", "--size", "64x64", "--device", "cpu", "--sampler", "Euler", "--json")[1])[
+        "request"
+    ]
+    assert (found["steps"], found["sampler"], found["schedule"]) == (2, "Euler", "Automatic")

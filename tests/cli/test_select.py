@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,27 @@ def test_what_changes_pictures_needs_asking_and_a_name(run, planted: Fake, model
     assert json.loads(run("--abandon", "--json")[1]) == {"forgotten": False, "abandoned": []}
 
 
+def test_adopted_dtypes_have_a_selection_of_their_own(run, planted: Fake, model: Path) -> None:
+    planted.plants["half"] = Plant(0.9, 9)
+    listed = [
+        candidate("geglu"),
+        replace(candidate("half", PRECISION), change=candidates.Change(precision={"vae": "bfloat16"})),
+        replace(candidate("ngms", LESS), change=candidates.Change(request={"ngms": 1.0})),
+    ]
+    planted.arm, arm = lambda change: arm(replace(change, request={}, precision={})), planted.arm
+    candidates.list_candidates = lambda model, request: listed  # the fixture puts it back
+    run("--limit-s", "5000", "--precision", "--less-work")
+    assert run("--adopt", "half")[0] == 0
+    assert "nothing was selected" in run("--explain")[1]
+    calls = planted.calls
+    assert run("--limit-s", "5000")[0] == 0 and planted.calls > calls
+    found = json.loads(run("--explain", "--json")[1])["selection"]
+    assert found["key"]["precision"]["vae"] == "bfloat16" and found["outcome"]["chosen"] == ["geglu"]
+    assert chosen.applied(load(str(model), device="cpu"), 64, 64).choices.ops == ("geglu",)
+    assert run("--adopt", "ngms")[0] == 0  # it was measured in the usual dtypes
+    assert run("--abandon")[0] == 0 and "nothing was selected" not in run("--explain")[1]
+
+
 def test_forgetting(run, planted: Fake) -> None:
     run("--limit-s", "5000")
     assert "forgotten" in run("--forget")[1]
@@ -128,6 +150,7 @@ def test_tuned_routes_go_into_the_devices_table(run, planted: Fake, monkeypatch:
     planted.findings = [{"op": "geglu", "key": "k", "current": "a", "best": "b"}]
     out = run("--limit-s", "5000")[1]
     assert "geglu, tuned" in out.splitlines()[-1]
+    assert json.loads(run("--explain", "--json")[1])["selection"]["tuned"] == {"geglu": {"k": "b"}}
     state.forget()  # as another process would find it
     assert state.tuned_tables("cpu") == {"softmax": {"k": "c"}, "geglu": {"old": "a", "k": "b"}}
 

@@ -14,6 +14,7 @@ from clearway.errors import UnavailableError
 from clearway.models import Model, chosen, load
 from clearway.models.accelerate import apply, restore
 from clearway.ops import state
+from clearway.pipeline import generate
 from clearway.request import Request
 from clearway.types import Choices, Precision
 
@@ -162,6 +163,43 @@ def test_what_is_adopted_adds_up_and_ends_with_the_machine(
     assert chosen.abandon(model) == ("VAE in bfloat16", "NGMS 3")
     assert chosen.abandon(model) == ()
     assert chosen.adopted(model.path, "cpu") == chosen.Adopted()
+
+
+def test_what_decides_the_same_replaces_what_was_adopted(model: Model) -> None:
+    other = {"steps": 24, "sampler": "DPM++ 2M", "schedule": "Karras"}
+    chosen.adopt(model, "VAE in bfloat16", {"vae": "bfloat16"}, {})
+    chosen.adopt(model, "DPM++ 2M Karras, 24 steps", {}, other)
+    chosen.adopt(model, "NGMS 3", {}, {"ngms": 3.0})
+    chosen.adopt(model, "12 steps", {}, {"steps": 12})
+    chosen.adopt(model, "VAE in float16", {"vae": "float16"}, {})
+    found = chosen.adopted(model.path, "cpu")
+    assert found.names == ("NGMS 3", "12 steps", "VAE in float16")
+    assert found.request == {"ngms": 3.0, "steps": 12} and found.precision == Precision(vae="float16")
+
+
+def test_ops_take_the_routes_that_the_selection_was_measured_with(model: Model) -> None:
+    state.store_tuned("cpu", {"geglu": {"k": "another selection's"}})
+    plain = Choices(ops=("geglu",))
+    assert chosen.tuned(model, 64, 64) is None
+    stored(model, plain, tuned={})
+    assert chosen.tuned(model, 64, 64) is None  # it is not applied
+    fast = chosen.applied(model, 64, 64)
+    assert chosen.tuned(fast, 64, 64) == {}
+    stored(model, plain, tuned={"geglu": {"k": "reference"}})
+    assert chosen.tuned(fast, 64, 64) == {"geglu": {"k": "reference"}}
+    with chosen.set_aside():
+        assert chosen.tuned(fast, 64, 64) is None
+    stored(model, plain, tuned=[1])
+    assert chosen.find(model, 64, 64) is None
+
+
+def test_a_generation_runs_within_them(model: Model) -> None:
+    seen = []
+    choices = Choices(ops=("geglu",))
+    stored(model, choices, tuned={"geglu": {"k": "reference"}})
+    request = Request(prompt="x", width=64, height=64, steps=1, seed=1)
+    generate(request, model, lambda event: seen.append(state.tuned("geglu", "cpu")))
+    assert seen and seen[-1] == {"k": "reference"}
 
 
 def test_forgetting_deletes_the_file(model: Model) -> None:

@@ -168,6 +168,8 @@ def with_adopted(request: Request, args: argparse.Namespace, model: Model) -> Re
     named = {name for name in adopted.request if getattr(args, name, None) is not None}
     if "ngms" in named:
         named.add("ngms_all_steps")  # a part of it
+    if "sampler" in named:
+        named.add("schedule")  # it belongs to the adopted sampler
     left_open = {name: value for name, value in adopted.request.items() if name not in named}
     if left_open:
         shown = ", ".join(f"{name} {value}" for name, value in left_open.items())

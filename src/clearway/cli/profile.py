@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clearway.cli import generate as drawing
-from clearway.cli.options import add_request_options, request_from
+from clearway.cli.options import add_request_options, request_from, with_adopted
 from clearway.cli.output import print_json, say
 from clearway.cli.progress import stoppable
 from clearway.errors import RequestError
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         model = drawing._model(args, repeated)
         load_ms = (time.perf_counter() - begun) * 1000
         gc.freeze()
+        if repeated is None:
+            request = with_adopted(request, args, model)
         for note in model.notes:
             say(note)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearway.cli.options import add_request_options, precision_from, request_from
+from clearway.cli.options import add_request_options, names_dtypes, precision_from, request_from
 from clearway.cli.output import print_json, say
 from clearway.cli.select_text import list_all, tell
 from clearway.errors import RequestError, UnavailableError, nearest
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     modes = [f"--{name.replace('_', '-')}" for name in MODES if getattr(args, name)]
     if len(modes) > 1 and modes != ["--forget", "--abandon"]:
         raise RequestError(f"{' and '.join(modes)} were asked for at once; one of them is enough")
+    model, request, prompts = _asked(args)
     with chosen.set_aside():
-        model, request, prompts = _asked(args)
         assert request.width and request.height
         size = request.width, request.height
         if args.forget or args.abandon:
@@ -132,7 +132,7 @@ def _asked(args: argparse.Namespace) -> tuple[Model, Request, tuple[str, ...]]:
     model = load(
         "embedded" if source is None else source,
         device=device,
-        precision=precision_from(args, device),
+        precision=precision_from(args, device) if names_dtypes(args) else None,  # those that generate takes
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
     )
@@ -252,6 +252,7 @@ def _content(
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "choices": asdict(outcome.change.choices()),
         "batch_size": outcome.change.request.get("batch_size"),
+        "tuned": {op: dict(table) for op, table in outcome.change.tuned.items()},
         "model": model.name,
         "request": request.as_dict(),
         "prompts": list(prompts),
@@ -316,8 +317,10 @@ def _adopt(args: argparse.Namespace, model: Model, size: tuple[int, int]) -> int
     from clearway.measure.candidates import SAME
     from clearway.models import chosen
 
-    found = chosen.find(model, *size)
-    rows = {row["name"]: row for row in found["outcome"]["trials"]} if found else {}
+    usual = replace(model, precision=precision_from(args, model.device))  # where adopted dtypes are in use
+    rows: dict[str, Any] = {}
+    for found in (chosen.find(usual, *size), chosen.find(model, *size)):
+        rows |= {row["name"]: row for row in found["outcome"]["trials"]} if found else {}
     measured = {
         name: row for name, row in rows.items() if row["section"] != SAME and row["status"] == "measured"
     }

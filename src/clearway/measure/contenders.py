@@ -12,12 +12,14 @@ import copy
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from clearway.device import KINDS
 from clearway.errors import RequestError, UnavailableError, nearest
 from clearway.models import Model, chosen
+from clearway.ops import state
 from clearway.types import Choices, Event, StepDone
 
 if TYPE_CHECKING:
@@ -168,7 +170,8 @@ def clearway_arm(scenario: Scenario, model: Model, choices: Choices | None) -> A
         from clearway.measure.networks import clearway_network
 
         return clearway_network(scenario, own, intended, note)
-    return _Whole(scenario, own, wanted, note).arm(intended)
+    tuned = None if choices is not None else chosen.tuned(own, scenario.width, scenario.height)
+    return _Whole(scenario, own, wanted, note, tuned).arm(intended)
 
 
 @dataclass(slots=True)
@@ -179,6 +182,7 @@ class _Whole:
     model: Model
     wanted: Choices
     note: str | None
+    tuned: Mapping[str, Mapping[str, str]] | None = None
     seen: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
 
@@ -198,7 +202,8 @@ class _Whole:
         from clearway.image import encode
         from clearway.pipeline import generate
 
-        with chosen.set_aside():  # the arm says itself how it runs
+        tables = nullcontext() if self.tuned is None else state.trying(self.tuned)
+        with chosen.set_aside(), tables:  # the arm says itself how it runs
             result = generate(self.scenario.request(round, side_px), self.model, on_event)
         for image, text in zip(result.images, result.infotexts, strict=True):
             encode(image, "PNG", text)

@@ -73,7 +73,7 @@ def find(model: Model, width: int, height: int) -> dict[str, Any] | None:
 
 
 def store(model: Model, width: int, height: int, content: Mapping[str, Any]) -> bool:
-    """Keeps a selection: "choices" (as a dict), "batch_size" or None, and its evidence, JSON values.
+    """Keeps a selection: "choices" (as a dict), "batch_size" or None, "tuned" tables, evidence; JSON values.
 
     False where the disk did not keep it.
     """
@@ -139,6 +139,18 @@ def filled(request: Request, model: Model) -> Request:
     return replace(request, batch_size=min(size, request.count)) if isinstance(size, int) else request
 
 
+def tuned(model: Model, width: int, height: int) -> Mapping[str, Mapping[str, str]] | None:
+    """The tuned tables that the model's selection for this size was measured with, none being a table too.
+
+    None where its choices are not those of a selection: the device's own tables hold then.
+    """
+    found = None if _aside.get() else find(model, width, height)
+    if found is None or choices_from(found["choices"]) != model.choices:
+        return None
+    tables: Mapping[str, Mapping[str, str]] | None = found.get("tuned")
+    return tables
+
+
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Within it nothing that was chosen is used: for measuring, where each arm says itself how it runs."""
@@ -169,22 +181,31 @@ def adopted(path: Path, kind: str, *, aside: bool | None = None) -> Adopted:
 def adopt(
     model: Model, name: str, precision: Mapping[str, Any] | None, request: Mapping[str, Any]
 ) -> Adopted | None:
-    """Adds dtypes by part and request fields to what is adopted for the model; None if the disk refused."""
+    """Adds dtypes by part and request fields to what is adopted for the model; None if the disk refused.
+
+    What was adopted before and decides one of the same things is given up for it.
+    """
     kind = model.device.kind
-    before = adopted(model.path, kind, aside=False)
+    before, everything = adopted(model.path, kind, aside=False), home.read_json(FOLDER, ADOPTED)
+    stored = everything.get(f"{kind}:{model.path}")
+    held = stored.get("decided") if isinstance(stored, dict) and before.names else None
+    mine = [*(precision or ()), *request]
+    decided = {other: keys for other, keys in dict(held or {}).items() if not set(keys) & set(mine)}
+    gone = {key for other, keys in dict(held or {}).items() if other not in decided for key in keys}
     dtypes = before.precision or model.precision
     after = Adopted(
         replace(dtypes, **precision) if precision else before.precision,
-        {**before.request, **request},
-        tuple(dict.fromkeys((*before.names, name))),
+        {**{key: value for key, value in before.request.items() if key not in gone}, **request},
+        (*(other for other in before.names if other in decided), name),
     )
     content = {
         "machine": _machine(kind),
         "precision": asdict(after.precision) if after.precision else None,
         "request": dict(after.request),
         "names": list(after.names),
+        "decided": {**decided, name: mine},
     }
-    everything = home.read_json(FOLDER, ADOPTED) | {f"{kind}:{model.path}": content}
+    everything[f"{kind}:{model.path}"] = content
     return after if home.write_json(everything, FOLDER, ADOPTED) else None
 
 
@@ -252,6 +273,9 @@ def _name(key: Mapping[str, Any]) -> str:
 def _sound(content: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """The content, if it is a selection for just this key."""
     if content.get("schema") != SCHEMA or content.get("key") != wanted:
+        return None
+    tables = content.get("tuned", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         return None
     try:
         choices_from(content["choices"])
