@@ -74,6 +74,12 @@ def refuse_alike(x: Tensor, **others: Tensor | None) -> str | None:
     return None
 
 
+def image_format(x: Tensor) -> torch.memory_format:
+    """Channels-last where x (N, C, H, W) is that and nothing else; contiguous otherwise."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
+
+
 def in_layout_of(x: Tensor, out: Tensor) -> Tensor:
     """`out`, of the shape of x, in the strides torch.empty_like gives x."""
     wanted = torch.empty_like(x)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from clearway.ops import _triton
 from clearway.ops._cases import normal
-from clearway.ops._layout import refuse_alike, refuse_dtype
+from clearway.ops._layout import image_format, refuse_alike, refuse_dtype
 from clearway.ops._triton import kernel, tl
 from clearway.ops.contract import Case, Given, op
 
@@ -63,8 +63,7 @@ def phases_of(weight: Tensor) -> Tensor:
     odd-even and odd-odd one after the other, in the weight's dtype and layout."""
     wide = weight if weight.dtype == torch.float64 else weight.float()
     made = torch.cat([columns for rows in _paired(wide, 2) for columns in _paired(rows, 3)]).to(weight.dtype)
-    last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-    return made.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return made.contiguous(memory_format=image_format(weight))
 
 
 def _paired(w: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -92,12 +91,7 @@ def upsample_conv(
     who keeps it; it is made anew where it is not given.
     """
     y = F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight, bias, padding=1)
-    return y.contiguous(memory_format=_layout(x))
-
-
-def _layout(x: Tensor) -> torch.memory_format:
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if last else torch.contiguous_format
+    return y.contiguous(memory_format=image_format(x))
 
 
 def _refuse(
@@ -198,7 +192,10 @@ def _phases(weight: Tensor) -> Tensor:
     """phases_of, in one pass."""
     outputs, channels = weight.shape[:2]
     out = torch.empty(
-        (4 * outputs, channels, 2, 2), dtype=weight.dtype, device=weight.device, memory_format=_layout(weight)
+        (4 * outputs, channels, 2, 2),
+        dtype=weight.dtype,
+        device=weight.device,
+        memory_format=image_format(weight),
     )
     block = min(_triton.power_of_two(channels), 512)
     _sum_taps.launch(
@@ -225,4 +222,4 @@ def _phases_run(x: Tensor, weight: Tensor, bias: Tensor | None, phases: Tensor |
 
 def _empty(x: Tensor, weight: Tensor) -> Tensor:
     shape = (x.shape[0], weight.shape[0], 2 * x.shape[2], 2 * x.shape[3])
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_layout(x))
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=image_format(x))
