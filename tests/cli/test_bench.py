@@ -140,6 +140,7 @@ def test_another_environment(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--limit-s", "-1"), 2, "--limit-s -1 is out of range"),
         (("--price-per-hour", "nan"), 2, "--price-per-hour nan is out of range"),
         (("--against", "/no/such/python"), 2, "--against"),
+        (("ops", "--against", sys.executable), 2, "--against alternates contenders"),
         (("--device", "tpu"), 2, "device 'tpu'"),
     ],
 )
@@ -148,6 +149,11 @@ def test_what_cannot_be_is_one_sentence(
 ) -> None:
     found, out, err = run(*arguments)
     assert found == code and words in err and out == "" and asked == []
+
+
+def test_a_limit_that_leaves_no_time_is_said(run: Any, tmp_path: Path) -> None:
+    code, out, err = run("ops", "--device", "cpu", "--limit-s", "0", "--share", str(tmp_path / "x"))
+    assert code == 3 and "nothing was measured" in err and out == "" and not (tmp_path / "x").exists()
 
 
 def test_what_was_measured_is_shown_where_the_next_fails(

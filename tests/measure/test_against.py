@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -42,6 +43,7 @@ class FakeSide:
             self.rounds.append(question["round"])
             wall_s = self.seconds * self.noise.gauss(1, 0.01)
             return {"wall_s": wall_s, "device_s": wall_s / 2}
+        self.ended = question
         made = {"torch": self.torch, "torch_channel": self.channel, "settings": {"rounds": 12}}
         one = Record(scenario="tiny", contender="clearway", provenance=made, failed=self.failed)
         return {"record": json.loads(to_line(one))}
@@ -56,6 +58,7 @@ def test_a_slower_environment_is_found_and_channels_are_named() -> None:
     assert a.provenance["settings"]["side"] == "this environment"
     assert b.provenance["torch_channel"] == "nightly"  # two records, never one table
     assert this.kept == other.kept == 12 and set(range(12)) <= set(this.rounds)
+    assert this.ended["stable"] is other.ended["stable"] is True
 
 
 def test_the_same_environment_is_no_difference() -> None:
@@ -106,6 +109,7 @@ def test_a_worker_answers_and_an_error_is_an_answer() -> None:
     record = Record(**found[-1]["record"])
     assert record.throughput is not None and record.throughput["n"] == 2
     assert record.correctness is not None and record.correctness["verified"] is True
+    assert record.throughput["stable"] is False  # nobody said that it was
     assert record.provenance["settings"]["noise_floor"] == 0.01 and record.refused is None
     wrong = asked({**begin, "contender": "nobody"}, {**begin, "protocol": 99}, "{", {"do": "dance"})
     assert [one["kind"] for one in wrong] == [
@@ -130,6 +134,14 @@ def test_pictures_of_both_are_compared() -> None:
 def test_a_real_worker_of_this_interpreter_answers_errors() -> None:
     with Worker(sys.executable) as worker, pytest.raises(RequestError, match="what 'all' is not known"):
         worker.ask({"do": "begin", "scenario": {"name": "x", "what": "all"}, "device": "cpu", "plan": {}})
+
+
+def test_ctrl_c_is_for_who_asks() -> None:
+    with Worker(sys.executable) as worker:
+        for _ in range(2):  # the first answer says that it listens
+            with pytest.raises(UnavailableError, match="protocol 99"):
+                worker.ask({"protocol": 99})
+            worker._process.send_signal(signal.SIGINT)
 
 
 def test_a_worker_that_dies_and_a_python_that_is_none(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if args.against:
         from clearway.measure.against import check_python
 
+        if ops := next((one.name for one in chosen if one.what == "ops"), None):
+            raise RequestError(f"--against alternates contenders, and {ops} times the ops' implementations")
         check_python(args.against)
     _check_targets(args)
     from clearway import device as machine
@@ -80,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     finally:  # also where one of several scenarios fails, or is stopped: what was measured is shown
         if records:
             _print(records, args.json)
+    if not records:
+        raise UnavailableError(f"nothing was measured: the limit of {args.limit_s} s had passed before")
     if args.share:
         from clearway.measure import share
 

@@ -5,7 +5,7 @@ one JSON object a line, question on standard input, answer on standard output:
 
     {"do": "begin", "scenario": {…}, "contender": …, "device": …, "plan": {…}} -> {"failed", "pictures"}
     {"do": "call", "round": n, "keep": true} -> {"wall_s", "device_s"}
-    {"do": "end", "floor": x} -> {"record": {…}}
+    {"do": "end", "floor": x, "stable": true} -> {"record": {…}}
 
 A worker that cannot answer says {"error": sentence, "kind": class}. An environment without a Clearway of its
 own is given this one.
@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -159,8 +160,11 @@ def alternate(
         tell(f"{scenario.name}: {plan.rounds} rounds in turns")
         arms = {side: arm(ask, True) for side, ask in zip(SIDES, asks, strict=True)}
         found = interleave(arms, told, rounds=plan.rounds, limit_s=limit, seed=plan.seed)
-    end = {"do": "end", "floor": None if math.isinf(floor) else floor}
-    records = [Record(**ask(end)["record"]) for ask in asks]
+    records = []
+    for side, ask in zip(SIDES, asks, strict=True):
+        settled = isinstance(one := found.get(side), Samples) and one.stable
+        end = {"do": "end", "floor": None if math.isinf(floor) else floor, "stable": settled}
+        records.append(Record(**ask(end)["record"]))
     records = [
         replace(one, provenance=_marked(one.provenance, side))
         for side, one in zip(SIDES, records, strict=True)
@@ -265,7 +269,7 @@ class _Side:
                 device_s=tuple(device_s) if len(device_s) == len(self._samples) else None,
                 first_s=entry.first_s,
                 warm_ups=self._warm_ups,
-                stable=True,
+                stable=bool(question.get("stable")),
             )
             run.checked_again(entry)
             if run.plan.new_size:
@@ -303,6 +307,7 @@ def serve(questions: IO[str], answers: IO[str]) -> None:
 
 def main() -> None:
     """The worker: what libraries print goes to standard error, so that it spoils no answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who asked ends its workers
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         sys.stdout = sys.stderr
