@@ -48,6 +48,18 @@ def test_the_cpu_computes_in_float32() -> None:
     assert {precision.unet, precision.text_encoder, precision.vae, precision.sampling} == {"float32"}
 
 
+def test_switches_are_read_whoever_set_them() -> None:
+    before = device.switches()
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    held = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision, conv.fp32_precision = "tf32", "ieee"  # the two may differ
+        assert device.switches()[:2] == (True, False)
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = held
+    assert device.switches() == before
+
+
 def test_noise_is_made_on_the_cpu_for_mps() -> None:
     assert device.noise_device(device.Device("mps"), "GPU") == "cpu"
     assert device.noise_device(device.Device("cuda", 1), "GPU") == "cuda:1"

@@ -204,6 +204,29 @@ def tf32(device: Device, allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+def switches() -> tuple[bool, ...]:
+    """PyTorch's own switches that decide which kernels run: TF32, determinism, cuDNN, attention's backends.
+
+    A captured graph has them baked in. About 10 µs.
+    """
+    import torch
+
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    return (
+        cuda.matmul.fp32_precision == "tf32",  # allow_tf32 raises where somebody used the newer switches
+        cudnn.conv.fp32_precision == "tf32",
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        cudnn.enabled,
+        cudnn.deterministic,
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+
+
 def machine() -> dict[str, Any]:
     """What `doctor` and evidence say of the machine: names and versions, nothing private."""
     import importlib.metadata as metadata

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearway.execution.cuda_graph import CudaGraph, Pool, TorchCapture
 from clearway.execution.kept import Kept
@@ -90,7 +91,9 @@ def test_without_a_promise_what_has_no_version_is_always_new(network: Network) -
         agree(run, network, x, context)
 
 
-@pytest.mark.parametrize("change", ["rows", "tokens", "dtype", "constant", "key", "route", "gradient mode"])
+@pytest.mark.parametrize(
+    "change", ["rows", "tokens", "dtype", "constant", "key", "route", "switch", "gradient mode"]
+)
 def test_another_key_is_another_graph(network: Network, change: str) -> None:
     pool = Pool(Recorder())
     run = executor(network, pool=pool)
@@ -110,6 +113,10 @@ def test_another_key_is_another_graph(network: Network, change: str) -> None:
     elif change == "route":
         with contract.use(geglu="reference"):
             run(x, context=context)
+    elif change == "switch":
+        with sdpa_kernel(SDPBackend.MATH):
+            run(x, context=context)
+        run(x, context=context)
     else:
         with torch.no_grad():
             run(x, context=context)

@@ -1,9 +1,9 @@
 """Captured CUDA graphs as an executor: one replay in place of hundreds of launches.
 
 A bounded pool of graphs, each for one key: the tree of arguments with its shapes, dtypes and constants, the
-routes of ops, the module's adapters, what the caller adds. A graph whose module has since been changed, or
-whose memory decisions would now be others, is never replayed. What cannot be captured runs eagerly, and the
-reason is kept. Outputs are copies: the next replay does not change them.
+routes of ops, PyTorch's switches, the module's adapters, what the caller adds. A graph whose module has since
+been changed, or whose memory decisions would now be others, is never replayed. What cannot be captured runs
+eagerly, and the reason is kept. Outputs are copies: the next replay does not change them.
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ class CudaGraph:
             for leaf in leaves
         )
         adapters = "" if module is None else module.adapters()
-        return self.key, str(tree), signs, contract.route_key(), adapters, torch.is_grad_enabled()
+        how = contract.route_key(), machine.switches(), torch.is_grad_enabled()
+        return self.key, str(tree), signs, adapters, how
 
     def _promises(self, args: Any, kwargs: Any) -> list[bool]:
         """For each tensor among the arguments, in order, whether it is promised not to change in place."""
