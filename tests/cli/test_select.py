@@ -144,6 +144,38 @@ def test_an_unfinished_run_replaces_nothing(run, planted: Fake) -> None:
     assert json.loads(run("--explain", "--json")[1])["selection"]["outcome"]["chosen"] == ["geglu"]
 
 
+def test_what_was_measured_once_can_be_adopted_later(run, planted: Fake) -> None:
+    """Also where a later run measured less, or did not get to its end."""
+    run("--limit-s", "5000", "--less-work")
+    run("--limit-s", "5000", "--prompt", "a dog")
+    run("--limit-s", "90", "--fresh", "--precision")  # it chooses something and does not get to the end
+    assert json.loads(run("--explain", "--json")[1])["selection"]["outcome"]["complete"] is True
+    assert run("--adopt", "ngms")[0] == 0
+
+
+def test_a_folder_for_sheets_that_cannot_be_is_said_before_anything_runs(run, planted: Fake) -> None:
+    Path("file").write_text("")
+    code, _, err = run("--less-work", "--sheets", "file/x")
+    assert code == 3 and "--sheets file/x could not be made" in err and planted.calls == 0
+
+
+def test_a_scenario_says_all_that_is_not_named(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        candidates, "list_candidates", lambda model, request: seen.append((model, request)) or []
+    )
+    name = "sd15-tuned-512-ngms"
+    given = ("--dry-run", "--scenario", name, "--device", "cpu")
+    run(*given, size=())
+    run(*given, "--ngms", "0", "--no-ngms-all-steps", size=SIZE[:2])
+    (_, one), (_, other) = seen
+    assert one.ngms > 0 and other.ngms == 0 and (other.width, other.steps) == (64, one.steps)
+    Path("half.json").write_text(json.dumps({"name": "half", "precision": {"vae": "bfloat16"}}))
+    run("--dry-run", "--scenario", "half.json", "--device", "cpu", size=())
+    assert seen[-1][0].precision.vae == "bfloat16"
+    assert "whole generations decide" in run("--dry-run", "--scenario", "vae-512")[2]
+
+
 def test_tuned_routes_go_into_the_devices_table(run, planted: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "list_candidates", lambda model, request: [])
     state.store_tuned("cpu", {"geglu": {"old": "a"}, "softmax": {"k": "c"}})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clearway.cli.options import add_request_options, names_dtypes, precision_from, request_from
 from clearway.cli.output import print_json, say
 from clearway.cli.select_text import list_all, tell
-from clearway.errors import RequestError, UnavailableError, nearest
+from clearway.errors import RequestError, UnavailableError, nearest, one_line
 from clearway.request import Request
 
 if TYPE_CHECKING:
@@ -108,18 +108,20 @@ def _asked(args: argparse.Namespace) -> tuple[Model, Request, tuple[str, ...]]:
     from clearway.models import load
     from clearway.pipeline import check
 
-    request, source = request_from(args), args.model
-    prompts = tuple(args.prompts or ())
+    request, source, device = request_from(args), args.model, pick(args.device)
+    prompts, dtypes = tuple(args.prompts or ()), None  # None: those that generate takes
     if args.scenario is not None:
         from clearway.measure.scenario import find
 
-        scenario, plain = find(args.scenario), Request()
-        given = {
-            one.name: value
-            for one in fields(Request)
-            if (value := getattr(request, one.name)) != getattr(plain, one.name)
-        }
-        request = replace(scenario.request(0), **given)
+        scenario = find(args.scenario)
+        if scenario.what != "whole":
+            raise RequestError(
+                f"scenario {args.scenario} is one call of {scenario.what}; whole generations decide"
+            )
+        sides = ("width", "height") if args.size else ()
+        names = {one.name for one in fields(Request) if getattr(args, one.name, None) is not None}
+        request = replace(scenario.request(0), **{one: getattr(request, one) for one in (*names, *sides)})
+        dtypes = scenario.precision_on(device) if scenario.precision else None
         prompts = prompts or (scenario.prompt,)
         if source is None:
             source = scenario.model
@@ -128,11 +130,10 @@ def _asked(args: argparse.Namespace) -> tuple[Model, Request, tuple[str, ...]]:
                     f"scenario {args.scenario} draws with random weights, in which no picture can be judged; "
                     "give --model"
                 )
-    device = pick(args.device)
     model = load(
         "embedded" if source is None else source,
         device=device,
-        precision=precision_from(args, device) if names_dtypes(args) else None,  # those that generate takes
+        precision=precision_from(args, device) if names_dtypes(args) else dtypes,
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
     )
@@ -158,6 +159,8 @@ def _select(args: argparse.Namespace, model: Model, request: Request, prompts: t
     wanted = {candidates.SAME}
     wanted |= {candidates.PRECISION} if args.precision else set()
     wanted |= {candidates.LESS} if args.less_work else set()
+    if len(wanted) > 1:
+        _make_folder(args.sheets)
     terms = Terms(
         rounds=args.rounds,
         limit_s=args.limit_s,
@@ -263,23 +266,52 @@ def _content(
 
 
 def _keep(model: Model, request: Request, outcome: Outcome, content: Mapping[str, Any]) -> None:
-    """Stores the selection, and tuned routes for the device; an unfinished one replaces no other."""
+    """Stores the selection, and tuned routes for the device; an unfinished one replaces no finished one.
+
+    What changes pictures and was measured before can still be adopted by its name.
+    """
     from clearway.models import chosen
     from clearway.ops import state
 
     assert request.width and request.height
     size = request.width, request.height
-    if not outcome.complete and not outcome.chosen and chosen.find(model, *size):
+    held = chosen.find(model, *size) or {}
+    finished = held.get("outcome", {}).get("complete") is True
+    stays = not outcome.complete and (finished or (bool(held) and not outcome.chosen))
+    kept = chosen.store(model, *size, _adoptable(*((held, content) if stays else (content, held))))
+    if stays:
         say("this did not get to an end: what was chosen before stays")
-        return
-    kept = chosen.store(model, *size, content)
-    if outcome.change.tuned:
+    elif outcome.change.tuned:
         kind = model.device.kind
         before = state.tuned_tables(kind)
         tables = {op: {**before.get(op, {}), **table} for op, table in outcome.change.tuned.items()}
         kept = state.store_tuned(kind, {**before, **tables}) and kept
     if not kept:
         say("the state folder cannot be written: what was found is not remembered")
+
+
+def _adoptable(content: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A selection with the rows of another one that can be adopted and that it lacks."""
+    from clearway.measure.candidates import SAME
+
+    outcome = content.get("outcome", {})
+    rows = outcome.get("trials", [])
+    names = {row["name"] for row in rows if row["status"] == "measured"}
+    more = [
+        row
+        for row in other.get("outcome", {}).get("trials", [])
+        if row["section"] != SAME and row["status"] == "measured" and row["name"] not in names
+    ]
+    kept = [row for row in rows if row["name"] not in {one["name"] for one in more}]
+    return {**content, "outcome": {**outcome, "trials": [*kept, *more]}} if more else content
+
+
+def _make_folder(name: str) -> None:
+    """UnavailableError where contact sheets could not be written, said before anything is measured."""
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnavailableError(f"--sheets {name} could not be made: {one_line(error)}") from error
 
 
 def _explain(args: argparse.Namespace, model: Model, size: tuple[int, int]) -> int:
