@@ -25,6 +25,7 @@ from clearway.types import Choices
 
 OPS = (
     "attention",
+    "conv2d",
     "cross_kv",
     "geglu",
     "group_norm_silu",
@@ -32,9 +33,9 @@ OPS = (
     "residual_add",
     "upsample_conv",
 )
-"""What can be put in place, each on its own; `cross_kv` (keys and values of a context once) comes with
-`attention`, whose processor does it, `residual_add` (convolutions' biases folded away) with
-`group_norm_silu`."""
+"""What can be put in place, each on its own; `conv2d` (weights packed once) where they lie on the CPU;
+`cross_kv` (keys and values of a context once) comes with `attention`, whose processor does it, `residual_add`
+(convolutions' biases folded away) with `group_norm_silu`."""
 
 LAYOUTS = ("contiguous", "channels_last")
 ROWS = ("joined", "separate")
@@ -188,6 +189,9 @@ def _place(
             why = _fused_blocks.refuse_resnet(module)
             if _bind(name, module, "group_norm_silu", run, why, report) and "residual_add" in ops:
                 report.place("residual_add", name)
+        elif kind is nn.Conv2d and "conv2d" in ops and module.weight.is_cpu:
+            why = _fused_blocks.refuse_conv(module)
+            _bind(name, module, "conv2d", _fused_blocks.packed_conv, why, report)
         elif kind is Upsample2D and "upsample_conv" in ops:
             why = _fused_blocks.refuse_upsample(module)
             _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report)

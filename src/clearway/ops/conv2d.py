@@ -103,7 +103,7 @@ def _enabled() -> bool:
 
 
 def _absent() -> str | None:
-    if not torch.backends.mkldnn.is_available():
+    if not torch._C._has_mkldnn:
         return "this PyTorch was built without oneDNN"
     needed = (("_convolution_pointwise", torch.ops.mkldnn), ("mkldnn_reorder_conv2d_weight", torch._C._nn))
     missing = [name for name, home in needed if not hasattr(home, name)]
@@ -187,8 +187,9 @@ def _blocks(
     if blocks is None:
         while len(kept.shapes) >= KEPT:
             del kept.shapes[next(iter(kept.shapes))]
-        blocks = torch._C._nn.mkldnn_reorder_conv2d_weight(
+        blocks = torch._C._nn.mkldnn_reorder_conv2d_weight(  # type: ignore[call-arg]
             weight.detach().contiguous().to_mkldnn(), padding, stride, dilation, groups, x.shape
         )
         kept.shapes[key] = blocks
-    return blocks
+    packed: Tensor = blocks
+    return packed
