@@ -21,6 +21,7 @@ from clearway.models import _attention, _fused_blocks
 from clearway.models._bound import Bound, occupied, plain, plain_weight
 from clearway.models.chosen import MARK
 from clearway.models.model import Model
+from clearway.ops.conv2d import forget as forget_packed
 from clearway.types import Choices
 
 OPS = (
@@ -36,6 +37,10 @@ OPS = (
 """What can be put in place, each on its own; `conv2d` (weights packed once) where they lie on the CPU;
 `cross_kv` (keys and values of a context once) comes with `attention`, whose processor does it, `residual_add`
 (convolutions' biases folded away) with `group_norm_silu`."""
+
+USUAL = tuple(op for op in OPS if op != "conv2d")
+"""What is put in place where nobody chooses. `conv2d` is for `select` to decide: oneDNN's packed weights give
+channels-last outputs, which cost a copy each where the rest is contiguous."""
 
 LAYOUTS = ("contiguous", "channels_last")
 ROWS = ("joined", "separate")
@@ -78,7 +83,7 @@ def _named(names: list[str]) -> str:
 @torch.inference_mode(False)  # weights that are laid out in it stay marked by it
 def accelerate(
     target: Any,
-    ops: Iterable[str] = OPS,
+    ops: Iterable[str] = USUAL,
     *,
     layout: str | None = "channels_last",
     packed_qkv: bool = False,
@@ -302,6 +307,8 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
     elif (inner := _wrapped(module)) is not None:
         inner.give_way()
         report.leave("its forward was wrapped since; it calls the class's own from now on", name)
+    if type(module) is nn.Conv2d:
+        forget_packed(module.weight)
     if isinstance(held.get(_TOKENS), Bound):
         del held[_TOKENS]
     processor = held.get("processor")
