@@ -109,3 +109,14 @@ def test_real_ops_run_with_data_of_the_right_kind() -> None:
     assert made.stride() == (1, 2) and not made.any()
     assert shapes._made(("tensor", (2,), (1,), torch.bool), "cpu", torch.Generator()).all()
     assert shapes._made(None, "cpu", torch.Generator()) is None
+
+
+def test_lists_among_arguments_come_back_as_lists() -> None:
+    from clearway.ops.constant_pad import constant_pad
+
+    with torch.inference_mode(), shapes.listening() as heard:
+        constant_pad(torch.ones(1, 2, 4, 4), [0, 1, 0, 1], 0.0)
+    (found,) = shapes.timed(heard, HostTimer(Device("cpu")), "cpu", 1.0)
+    assert found["op"] == "constant_pad" and found["times_ms"]["reference"] > 0
+    ((_, pad, _),) = next(iter(heard.calls.values()))
+    assert shapes._made(pad, "cpu", torch.Generator()) == [0, 1, 0, 1]
