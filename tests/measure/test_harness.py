@@ -197,6 +197,22 @@ def test_the_limit_begins_nothing_long(add: Add, timer: FakeTimer, model: Any) -
     assert long.throughput["new_size_s"] is None and quick.throughput["new_size_s"] is None  # type: ignore[index]
 
 
+def test_long_rounds_are_told_of(add: Add, timer: FakeTimer, model: Any) -> None:
+    add("slow", 6.0)
+    add("quick", 0.01)
+    told: list[str] = []
+    plan = Plan(check=False, new_size=False, rounds=6)
+    bench(TINY, ["slow"], CPU, plan, model=model, timer=timer, tell=told.append)
+    # two calls a round against itself, then one
+    assert [text for text in told if text.endswith("rounds done")] == [
+        *(f"tiny: {done} of 6 rounds done" for done in (1, 2, 3, 4, 5)),
+        *(f"tiny: {done} of 6 rounds done" for done in (1, 3, 5)),
+    ]
+    told.clear()
+    bench(TINY, ["quick"], CPU, plan, model=model, timer=timer, tell=told.append)
+    assert "rounds done" not in "".join(told)
+
+
 def test_less_work_is_not_compared_with_the_same(add: Add, timer: FakeTimer, model: Any) -> None:
     add("engine")
     add("skipping", 0.5, work="less work")

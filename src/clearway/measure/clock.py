@@ -246,12 +246,22 @@ def compare(a: Samples, b: Samples, floor: float) -> Comparison:
     )
 
 
-def noise_floor(arm: Arm, timer: Timer, rounds: int, *, limit_s: float | None = None, seed: int = 0) -> float:
+def noise_floor(
+    arm: Arm,
+    timer: Timer,
+    rounds: int,
+    *,
+    limit_s: float | None = None,
+    seed: int = 0,
+    on_round: Callable[[int, int], None] | None = None,
+) -> float:
     """The larger |log| bound of the interval of `arm` against itself: what cannot be told apart here now.
 
-    Infinite below 6 rounds. An arm that raises raises here.
+    Infinite below 6 rounds; `on_round` is that of `interleave`. An arm that raises raises here.
     """
-    found = interleave({"a": arm, "b": arm}, timer, rounds=rounds, limit_s=limit_s, seed=seed)
+    found = interleave(
+        {"a": arm, "b": arm}, timer, rounds=rounds, limit_s=limit_s, seed=seed, on_round=on_round
+    )
     a, b = found["a"], found["b"]
     for one in (a, b):
         if isinstance(one, Failed):

@@ -42,6 +42,7 @@ from clearway.models import Model, load
 LEAST_S = 60.0  # that rounds may take beyond the limit: minutes of compiling are wasted on too few rounds
 ROUNDS = 10
 NEW_SIZE_PX = 64  # how much wider the size is that no arm has seen
+QUIET_S = 10.0  # of rounds without a word
 FLOOR_SHARE = 0.25  # of the time that is left, for the noise floor
 
 Tell = Callable[[str], None]
@@ -254,7 +255,12 @@ class Run:
             share = self.limit(FLOOR_SHARE, [live[first], live[first]])
             try:
                 self.floor = noise_floor(
-                    arms[first], self.timer, self.plan.rounds, limit_s=share, seed=self.plan.seed
+                    arms[first],
+                    self.timer,
+                    self.plan.rounds,
+                    limit_s=share,
+                    seed=self.plan.seed,
+                    on_round=self.progress(),
                 )
                 self.floor_of = first
             except Exception as error:
@@ -262,12 +268,32 @@ class Run:
                 arms.pop(first)
         self.tell(f"{self.scenario.name}: {self.plan.rounds} rounds of {', '.join(arms)}")
         limit = self.limit(1.0, list(live.values()))
-        found = interleave(arms, self.timer, rounds=self.plan.rounds, limit_s=limit, seed=self.plan.seed)
+        found = interleave(
+            arms,
+            self.timer,
+            rounds=self.plan.rounds,
+            limit_s=limit,
+            seed=self.plan.seed,
+            on_round=self.progress(),
+        )
         for name, samples in found.items():
             if isinstance(samples, Failed):
                 live[name].failed = f"{samples.when}: {failure(samples.error)}"
             else:
                 live[name].samples = samples
+
+    def progress(self) -> Callable[[int, int], None]:
+        """What hears of each round and tells of it where QUIET_S have passed since the last word."""
+        told = self.timer.now()
+
+        def heard(done: int, rounds: int) -> None:
+            nonlocal told
+            now = self.timer.now()
+            if done < rounds and now - told >= QUIET_S:
+                told = now
+                self.tell(f"{self.scenario.name}: {done} of {rounds} rounds done")
+
+        return heard
 
     def checked_again(self, entry: Entry) -> None:
         """Refuses an arm that did not run as intended, or whose result changed during the rounds."""
