@@ -90,6 +90,12 @@ def test_a_unet_at_its_ceiling_wants_less_work_or_precision() -> None:
     assert not [one for one in said(profile(unet(dtype="float16"))).values() if one.kind == PRECISION]
 
 
+def test_a_ceiling_that_was_passed_is_no_ceiling() -> None:
+    words = bottleneck(profile(unet(of_matmul=1.4, of_copy=1.7)), CUDA)
+    assert "measured too low" in words and "bound by" not in words
+    assert "bound by memory traffic" in bottleneck(profile(unet(of_matmul=0.5, of_copy=1.7)), CUDA)
+
+
 def test_idle_cores_are_named() -> None:
     one = said(profile(unet(device_ms=None, host_ms=800.0)), CPU)[
         "let torch use 8 threads (OMP_NUM_THREADS=8)"
