@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     """Adds the command to the parser."""
     parser = commands.add_parser(
         "select",
-        help="find out what is fastest on this machine, and use it from then on",
+        help="find out what is fastest here, and use it",
         description="Measures ways to run a model on this machine by whole generations that take turns, and "
         "stores the fastest that draws the same pictures, with its evidence; generate uses it from then on "
         "for this model, size class and dtypes. What changes pictures is measured only if asked for and used "
@@ -316,6 +316,7 @@ def _make_folder(name: str) -> None:
 
 def _explain(args: argparse.Namespace, model: Model, size: tuple[int, int]) -> int:
     """--explain: the stored evidence; or why there is none that holds."""
+    from clearway.measure.trial import percent
     from clearway.models import chosen
 
     found, using = chosen.find(model, *size), _adopted(model)
@@ -324,7 +325,8 @@ def _explain(args: argparse.Namespace, model: Model, size: tuple[int, int]) -> i
         print_json({"selection": found, "adopted": using, "outdated": old})
         return 0
     if found:
-        print(f"measured {found['date']}, noise floor {found['outcome']['floor'] * 100:.1f} %")
+        floor = percent(math.exp(found["outcome"]["floor"]), sign=False)
+        print(f"measured {found['date']}, noise floor {floor}")
         tell(found)
     else:
         print(

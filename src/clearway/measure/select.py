@@ -221,7 +221,7 @@ class _Selection:
         once = self.plain_s * (len(group) + 1)
         if math.isinf(self.floor) or self._left() < once * LOOK_CALLS + 3 * self._least():
             return None
-        self.say("first look at " + ", ".join(one.name for one in group))
+        self.say("first look at " + "; ".join(one.name for one in group))
         found: dict[str, Any] = {}
         arms = {}
         try:
