@@ -48,7 +48,10 @@ def flat(value: Any, before: str = "") -> Iterator[tuple[str, str]]:
             yield from flat(item, f"{before}{key}.")
         elif item not in (None, "", [], ()):
             items = item if isinstance(item, list | tuple) else [item]
-            yield f"{before}{key}", " ".join(str(one) for one in items)
+            yield (
+                f"{before}{key}",
+                " ".join(f"{one:.6g}" if isinstance(one, float) else str(one) for one in items),
+            )
 
 
 def rows(value: Any) -> list[Mapping[str, Any]]:
