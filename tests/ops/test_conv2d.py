@@ -55,6 +55,16 @@ def test_a_changed_weight_is_seen(change: str) -> None:
     close(x, layer)
 
 
+@pytest.mark.parametrize("part", ["channels", "taps", "outputs"])
+def test_a_change_by_data_of_a_part_is_seen(part: str) -> None:
+    """Shapes of powers of two, where an even sample would read one channel and one tap alone."""
+    layer, x = nn.Conv2d(64, 64, 3, padding=1), torch.randn(1, 64, 4, 4)
+    close(x, layer)
+    where = {"channels": layer.weight.data[:, 32:], "taps": layer.weight.data[:, :, 1:]}
+    where.get(part, layer.weight.data[32:]).add_(1.0)
+    close(x, layer)
+
+
 def test_as_many_shapes_are_kept_as_stated_and_nothing_outlives_the_weight() -> None:
     layer = nn.Conv2d(4, 4, 3, padding=1)
     before = len(module._packed)
@@ -62,6 +72,9 @@ def test_as_many_shapes_are_kept_as_stated_and_nothing_outlives_the_weight() -> 
         close(torch.randn(1, 4, side, side), layer)
     assert len(module._packed) == before + 1
     assert len(module._packed[layer.weight].shapes) == module.KEPT
+    module.forget(layer.weight)
+    assert len(module._packed) == before
+    close(torch.randn(1, 4, 3, 3), layer)
     del layer
     gc.collect()
     assert len(module._packed) == before

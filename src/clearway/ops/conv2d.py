@@ -58,6 +58,7 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "channels-last", (x.contiguous(memory_format=torch.channels_last), weight, *rest)
     yield "every second column", (x[..., ::2], weight, *rest)
     yield "no bias", (x, weight, None, *rest[1:])
+    yield "every second bias", (x, weight, normal(16, seed=4)[::2], *rest[1:])
     yield "dilated, in groups", (x, normal(8, 4, 3, 3, seed=3), None, [1, 1], [2, 2], [2, 2], 4)
     yield "SD1.5 64x64", lambda: inputs(2, 320, 320, 64, 64)
     yield "SD1.5 8x8", lambda: inputs(2, 1280, 1280, 8, 8)
@@ -70,6 +71,7 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "packed", "float64", (x.double(), weight.double(), None, *rest[1:])
     yield "packed", "agree", (x, weight.bfloat16(), None, *rest[1:])
     yield "packed", "(N, C, H, W)", (x[0], weight, *rest)
+    yield "packed", "one channel", inputs(1, 1, 4, 3, 3)
 
 
 @op(
@@ -124,6 +126,8 @@ def _refuse(
     )
     if reason is None and (x.dim() != 4 or weight.dim() != 4):
         return f"x is {tuple(x.shape)}; it takes (N, C, H, W)"
+    if reason is None and x.shape[1] == 1:
+        return "x has one channel, where oneDNN reads past it at a stride of (1, 2) (torch 2.13)"
     if reason is None and not _enabled():
         return "oneDNN is switched off (torch.backends.mkldnn)"
     return reason
@@ -140,9 +144,14 @@ class Packed:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Some values from all over the weight, in whatever order they lie in memory."""
+    """Some values from all over the weight, in whatever order they lie in memory.
+
+    The step divides no axis, so that they are of many channels and taps, not of the first one alone.
+    """
     count = min(SAMPLED, weight.numel())
     step = max(weight.numel() // count, 1)
+    while math.gcd(step, weight.numel()) > 1:
+        step -= 1
     return weight.as_strided((count,), (step,), weight.storage_offset())
 
 
@@ -161,10 +170,16 @@ def _packed_run(
     groups: int,
 ) -> Tensor:
     blocks = _blocks(x, weight, stride, padding, dilation, groups)
+    bias = None if bias is None else bias.contiguous()  # its strides are not read
     out: Tensor = torch.ops.mkldnn._convolution_pointwise(
         x, blocks, bias, padding, stride, dilation, groups, "none", [], ""
     )
     return out.contiguous(memory_format=image_format(x))
+
+
+def forget(weight: Tensor) -> None:
+    """Drops what was packed of a weight."""
+    _packed.pop(weight, None)
 
 
 def _blocks(
