@@ -190,7 +190,8 @@ def test_tuned_routes_go_into_the_devices_table(run, planted: Fake, monkeypatch:
 def test_the_list_runs_nothing(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "generate", None)
     code, out, _ = run("--dry-run")
-    assert code == 0 and "not here: CUDA graphs" in out and "with --precision" in out
+    assert code == 0 and "not here          CUDA graphs" in out and "with --precision" in out
+    assert max(map(len, out.splitlines())) <= 100
     rows = json.loads(run("--dry-run", "--json")[1])
     assert {row["section"] for row in rows} == {"same", "changed precision", "less work"}
 

@@ -20,10 +20,10 @@ def list_all(as_json: bool, listed: Sequence[Candidate]) -> int:
         return 0
     asks = {"same": "by default", "changed precision": "with --precision", "less work": "with --less-work"}
     rows = [
-        (one.name, one.section, f"not here: {one.absent}" if one.absent else asks[one.section], one.why)
+        (one.name, "not here", one.absent) if one.absent else (one.name, asks[one.section], one.why)
         for one in listed
     ]
-    print_table([("CANDIDATE", "SECTION", "MEASURED", "WHAT"), *rows])
+    print_table([("CANDIDATE", "MEASURED", "WHAT"), *rows])
     print("Tuned routes are added when the shapes of a generation have been measured.")
     return 0
 

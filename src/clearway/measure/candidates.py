@@ -147,7 +147,7 @@ def _same(device: Device, request: Request) -> list[Candidate]:
     made = []
     for op in (one for one in OPS if one != "cross_kv"):
         names = _together(op, OPS)
-        why = f"{op} through Clearway's op in place of the network's own layers"
+        why = "Clearway's op in place of the network's own layers"
         missing = None
         if op == "residual_add" and device.kind != "cuda":
             missing = f"convolutions on {device.kind} add their bias themselves"
