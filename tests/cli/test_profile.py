@@ -10,7 +10,8 @@ from PIL import Image
 
 from clearway.cli.main import build_parser, main
 from clearway.cli.profile_text import WIDTH, lines
-from clearway.measure import ceilings, profiling
+from clearway.errors import UnavailableError
+from clearway.measure import ceilings, profiling, trace
 from clearway.models import chosen, load
 from fake_timer import FakeTimer
 
@@ -112,6 +113,17 @@ def test_a_trace_is_written(run) -> None:
     events = json.loads(Path("t.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"generation", "unet", "sampling", "save", "vae.decoder"} <= names
+
+
+def test_a_trace_that_cannot_be_written_costs_no_more_than_itself(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise UnavailableError("no space is left")
+
+    monkeypatch.setattr(trace, "write", full)
+    code, out, err = run("x", *FAST, "--trace", "t.json", "--json")
+    assert code == 3 and "no space is left" in err and json.loads(out)["stages"]
 
 
 def test_pictures_are_kept_where_it_is_asked_and_repeat(run) -> None:

@@ -94,8 +94,6 @@ def run(args: argparse.Namespace) -> int:
         found = profiler.profile(request)
     about = _about(found, model, profiler.ceilings, load_ms)
     about["paths"] = [str(path) for path in kept]
-    if args.trace is not None:
-        trace.write(args.trace, trace.events(found.runs), {"provenance": about["provenance"]})
     for note in found.result.notes:
         say(note)
     if args.json:
@@ -105,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
         for line in lines(about):
             print(line)
+    if args.trace is not None:  # last: a disk that is full costs no more than it
+        trace.write(args.trace, trace.events(found.runs), {"provenance": about["provenance"]})
     return 0
 
 
