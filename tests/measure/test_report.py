@@ -32,6 +32,15 @@ def test_files_of_several_machines_stand_side_by_side(tmp_path: Path) -> None:
     assert "H200" in first and "H200" not in second and "Apple" not in first.partition("\n## ")[2]
 
 
+def test_files_of_one_name_are_runs_of_their_own_and_one_file_is_read_once(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "mine.jsonl" for folder in ("a", "b", "c/a")]
+    for file, one in zip(files, (*pair(), pair()[0]), strict=True):
+        record.append(file, one)
+    report = load([*files, files[0]])
+    assert report.files == ["a/mine.jsonl", "b/mine.jsonl", "a/mine.jsonl (2)"]
+    assert list(report.groups[0].runs) == ["A", "B", "C"] and len(report.groups[0].entries) == 3
+
+
 def test_every_ledger_has_its_section_and_says_when_it_is_empty() -> None:
     text = markdown(arrange([("f", made("s", "c", samples(1.0)))]))
     assert re.findall(r"^#### (.*)$", text, re.MULTILINE) == [

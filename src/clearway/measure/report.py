@@ -32,9 +32,18 @@ _SPECIAL = re.compile(r"([\\`*\[\]|])")
 
 
 def load(files: Iterable[str | Path]) -> Report:
-    """The report of some record files; RequestError where one cannot be read or is no record file."""
-    paths = [Path(file) for file in files]
-    return arrange((shown(path.name), one) for path in paths for one in record.read(path))
+    """The report of some record files; RequestError where one cannot be read or is no record file.
+
+    A file named twice is read once; files of one name are told apart by their folder's, or by a number.
+    """
+    paths = list({Path(file).resolve(): Path(file) for file in files}.values())
+    short = [path.name for path in paths]
+    names: dict[str, Path] = {}
+    for path in paths:
+        name = path.name if short.count(path.name) == 1 else f"{path.resolve().parent.name}/{path.name}"
+        same = sum(other.partition(" (")[0] == name for other in names)
+        names[f"{name} ({same + 1})" if same else name] = path
+    return arrange((shown(name), one) for name, path in names.items() for one in record.read(path))
 
 
 def tally(group: Group) -> dict[str, int]:
