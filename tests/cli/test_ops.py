@@ -83,6 +83,11 @@ def test_check_runs_isolated_processes_and_writes_one_file(run, monkeypatch: pyt
     assert run("ops", "check", "attention", "--device", "cpu", "--output", "no/such/folder.json")[0] == 3
 
 
+def test_nothing_to_check_is_a_sentence_and_no_empty_table(run, no_process: None) -> None:
+    code, out, err = run("ops", "check", "geglu", "--device", "cpu")
+    assert code == 0 and out == "" and "nothing to check on cpu" in err
+
+
 def test_check_of_what_is_there_for_real(run, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = ops.discover()["attention"]
     (math,) = (i for i in attention.implementations if (i.name, i.device) == ("math", "cpu"))

@@ -137,7 +137,7 @@ def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
         print_json(report)
     else:
         rows = [(row["op"], row["implementation"], str(len(row["cases"])), _words(row)) for row in results]
-        print_table([("OP", "IMPLEMENTATION", "CASES", f"ON {kind.upper()}"), *rows])
+        print_table([("OP", "IMPLEMENTATION", "CASES", f"ON {kind.upper()}"), *rows] if rows else [])
     return 3 if failed else 0
 
 
