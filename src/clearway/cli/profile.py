@@ -6,6 +6,7 @@ import argparse
 import functools
 import gc
 import json
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
         profiler = _profiler(model, save)
         profiler.on_event = stop
+        if sys.stderr.isatty():
+            say("drawing it several times, with and without listening")
         stop.begin()
         found = profiler.profile(request)
     about = _about(found, model, profiler.ceilings, load_ms)
