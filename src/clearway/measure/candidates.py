@@ -142,7 +142,7 @@ def _slots(ops: Iterable[str]) -> frozenset[str]:
 def _same(device: Device, request: Request) -> list[Candidate]:
     """The same arithmetic in another order or by other code."""
     from clearway.execution.executor import EXECUTORS, absent
-    from clearway.models.accelerate import OPS, USUAL
+    from clearway.models.accelerate import OPS
 
     made = []
     for op in (one for one in OPS if one != "cross_kv"):
@@ -151,10 +151,8 @@ def _same(device: Device, request: Request) -> list[Candidate]:
         missing = None
         if op == "residual_add" and device.kind != "cuda":
             missing = f"convolutions on {device.kind} add their bias themselves"
-        if op == "conv2d" and device.kind != "cpu":
-            missing = f"weights are packed for the CPU, this is {device.kind}"
         made.append(Candidate(op, SAME, Change(ops=names), _slots(names), why, missing))
-    made.append(Candidate("all ops", SAME, Change(ops=USUAL), _slots(USUAL), "the usual ops in place"))
+    made.append(Candidate("all ops", SAME, Change(ops=OPS), _slots(OPS), "every op in place"))
     for name in EXECUTORS:
         if name != "eager":
             made.append(

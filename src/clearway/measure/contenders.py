@@ -294,7 +294,7 @@ def _clearway(name: str, title: str, usual: tuple[str, ...] = KINDS, **how: Any)
         if how.get("ops") == "all":
             from clearway.models import accelerate
 
-            return clearway_arm(scenario, model, Choices(**{**how, "ops": accelerate.USUAL}))
+            return clearway_arm(scenario, model, Choices(**{**how, "ops": accelerate.OPS}))
         return clearway_arm(scenario, model, Choices(**how) if how else None)
 
     return Contender(name, title, prepare, usual)

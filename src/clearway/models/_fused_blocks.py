@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight
-from clearway.ops.conv2d import conv2d
+from clearway.models._bound import needs_gradient, own, plain, plain_weight
 from clearway.ops.geglu import geglu
 from clearway.ops.group_norm_silu import group_norm_silu
 from clearway.ops.layer_norm import layer_norm
@@ -85,36 +84,8 @@ def bias_is_a_pass(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def packed_conv(conv: Any, x: Tensor) -> Any:
-    """Conv2d with its weight packed once."""
-    if x.dim() != 4 or needs_gradient(conv, x) or refuse_conv(conv):
-        return own(conv, x)
-    return conv2d(
-        x,
-        conv.weight,
-        conv.bias,
-        list(conv.stride),
-        list(conv.padding),
-        list(conv.dilation),
-        conv.groups,
-    )
-
-
-def refuse_conv(conv: Any) -> str | None:
-    """Why this convolution is not the op."""
-    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-        return f"it pads by {conv.padding_mode}, {conv.padding}"
-    return None if plain_weight(conv.weight) else "its weight is quantised or of a class of its own"
-
-
 def _foldable(conv: Any) -> bool:
-    """Whether its forward may be passed by: nobody listens, and what stands in its place is at most ours."""
-    if type(conv) is not nn.Conv2d or refuse_conv(conv):
-        return False
-    held = conv.__dict__.get("forward")
-    if isinstance(held, Bound) and held.func is packed_conv:
-        return not conv._forward_hooks and not conv._forward_pre_hooks and conv._compiled_call_impl is None
-    return plain(conv, nn.Conv2d)
+    return plain(conv, nn.Conv2d) and plain_weight(conv.weight) and conv.padding_mode == "zeros"
 
 
 def _without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:

@@ -21,12 +21,10 @@ from clearway.models import _attention, _fused_blocks
 from clearway.models._bound import Bound, occupied, plain, plain_weight
 from clearway.models.chosen import MARK
 from clearway.models.model import Model
-from clearway.ops.conv2d import forget as forget_packed
 from clearway.types import Choices
 
 OPS = (
     "attention",
-    "conv2d",
     "cross_kv",
     "geglu",
     "group_norm_silu",
@@ -34,13 +32,9 @@ OPS = (
     "residual_add",
     "upsample_conv",
 )
-"""What can be put in place, each on its own; `conv2d` (weights packed once) where they lie on the CPU;
-`cross_kv` (keys and values of a context once) comes with `attention`, whose processor does it, `residual_add`
-(convolutions' biases folded away) with `group_norm_silu`."""
-
-USUAL = tuple(op for op in OPS if op != "conv2d")
-"""What is put in place where nobody chooses. `conv2d` is for `select` to decide: oneDNN's packed weights give
-channels-last outputs, which cost a copy each where the rest is contiguous."""
+"""What can be put in place, each on its own; `cross_kv` (keys and values of a context once) comes with
+`attention`, whose processor does it, `residual_add` (convolutions' biases folded away) with
+`group_norm_silu`."""
 
 LAYOUTS = ("contiguous", "channels_last")
 ROWS = ("joined", "separate")
@@ -83,7 +77,7 @@ def _named(names: list[str]) -> str:
 @torch.inference_mode(False)  # weights that are laid out in it stay marked by it
 def accelerate(
     target: Any,
-    ops: Iterable[str] = USUAL,
+    ops: Iterable[str] = OPS,
     *,
     layout: str | None = "channels_last",
     packed_qkv: bool = False,
@@ -194,9 +188,6 @@ def _place(
             why = _fused_blocks.refuse_resnet(module)
             if _bind(name, module, "group_norm_silu", run, why, report) and "residual_add" in ops:
                 report.place("residual_add", name)
-        elif kind is nn.Conv2d and "conv2d" in ops and module.weight.is_cpu:
-            why = _fused_blocks.refuse_conv(module)
-            _bind(name, module, "conv2d", _fused_blocks.packed_conv, why, report)
         elif kind is Upsample2D and "upsample_conv" in ops:
             why = _fused_blocks.refuse_upsample(module)
             _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report)
@@ -307,8 +298,6 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
     elif (inner := _wrapped(module)) is not None:
         inner.give_way()
         report.leave("its forward was wrapped since; it calls the class's own from now on", name)
-    if type(module) is nn.Conv2d:
-        forget_packed(module.weight)
     if isinstance(held.get(_TOKENS), Bound):
         del held[_TOKENS]
     processor = held.get("processor")
