@@ -1,12 +1,16 @@
 """torch.compile as an executor, with backends that need no compiler of C++."""
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends import registry
 
 from clearway.errors import RequestError
+from clearway.execution import executor
 from clearway.execution.compiled import Compiled, Settings
 
 
@@ -93,3 +97,23 @@ def test_settings_are_checked_and_recorded() -> None:
         Settings(backend="eager", options=(("epilogue_fusion", False),))
     with pytest.raises(RequestError, match="scope 'full'"):
         Compiled(nn.Linear(2, 2), Settings(backend="eager"))(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("scope", ["regional", "full"])
+def test_without_a_compiler_it_runs_eagerly_and_says_so_once(
+    scope: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no C++ compiler was found")
+
+    for known in ("_BACKENDS", "_COMPILER_FNS"):
+        monkeypatch.setattr(registry, known, dict(getattr(registry, known)))
+    registry.register_backend(broken, "broken")
+    model, x, routes = Model().requires_grad_(False), torch.randn(2, 3), Counter[str]()
+    settings = Settings(scope=scope, backend="broken", regions=("Block",))
+    run = executor("compiled", model, "unet", routes, settings=settings)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
+    assert routes == {"unet/eager": 2}
+    told = capsys.readouterr().err
+    assert told.count("torch.compile is not used") == 1 and "no C++ compiler was found" in told

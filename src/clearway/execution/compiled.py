@@ -9,6 +9,7 @@ its compile callbacks), with their reasons.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clearway.errors import RequestError
+from clearway.errors import RequestError, one_line
 
 SCOPES = ("regional", "full")
 REGIONS = ("BasicTransformerBlock", "ResnetBlock2D")
@@ -98,17 +99,25 @@ class Events:
 
 
 class Compiled:
-    """Calls `module` (or a method of one) compiled as `settings` say; the first call compiles."""
+    """Calls `module` (or a method of one) compiled as `settings` say; the first call compiles.
+
+    Where nothing can be compiled on this machine (no compiler) it says so once and calls it as it is from
+    then on. `ran` says which of the two the last call did.
+    """
 
     def __init__(self, module: Callable[..., Any], settings: Settings) -> None:
         self.module, self.settings, self.events, self.calls = module, settings, Events(), 0
+        self.ran, self.failed = "compiled", ""
         self._lock = threading.RLock()  # blocks are put in place for all threads, and taken away for all
         self._whole: Callable[..., Any] | None = None
         self._regions: dict[nn.Module, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import FailOnRecompileLimitHit
+        from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
+        if self.failed:
+            return self.module(*args, **kwargs)
+        self.ran = "compiled"
         try:
             with self._lock, self._counted(), self._configured():
                 if self.settings.scope == "full":
@@ -119,7 +128,11 @@ class Compiled:
                     return self.module(*args, **kwargs)
         except FailOnRecompileLimitHit:
             self.events.over_limit += 1
-            return self.module(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            self.failed = one_line(getattr(error, "inner_exception", error))[:200]
+            print(f"clearway: torch.compile is not used: {self.failed}", file=sys.stderr)
+        self.ran = "eager"
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Eager:
-    """Calls `module` and counts each call in `routes` as "<part>/<name>"."""
+    """Calls `module` and counts each call in `routes` as "<part>/<name>", or as what `module.ran` says."""
 
     module: Callable[..., Any]
     part: str
@@ -18,5 +18,6 @@ class Eager:
     name: str = "eager"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.routes[f"{self.part}/{self.name}"] += 1
-        return self.module(*args, **kwargs)
+        out = self.module(*args, **kwargs)
+        self.routes[f"{self.part}/{getattr(self.module, 'ran', self.name)}"] += 1
+        return out
