@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from clearway.errors import RequestError
-from clearway.sampling import philox
 from clearway.sampling.registry import Sampler, find_sampler
 from clearway.types import Noise
 
@@ -69,6 +68,8 @@ def _source(seed: int, drawn_on: str | torch.device) -> Callable[[tuple[int, ...
     import torch
 
     if drawn_on == PHILOX:
+        from clearway.sampling import philox
+
         return philox.Generator(seed).normal
     generator = torch.Generator(drawn_on).manual_seed(seed)
     return lambda shape: torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
@@ -88,6 +89,8 @@ def brownian_noise(
     """
     import torch
     import torchsde
+
+    from clearway.sampling import philox
 
     if len(_checked_seeds(seeds)) != len(x):
         raise RequestError(f"Brownian noise needs one seed an image, found {len(seeds)} for {len(x)} images")
