@@ -13,11 +13,8 @@ leaves what came before.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +23,7 @@ from typing import Any, TextIO
 import torch
 
 from clearway import device
+from clearway.measure.provenance import provenance as measured
 from clearway.ops import discover, selftest
 from clearway.ops._implementation import Case, Implementation, refused
 from clearway.ops.contract import OPS, Op
@@ -210,19 +208,13 @@ def timed(kind: str, call: Call) -> float:
 
 def provenance(kind: str) -> Iterator[tuple[str, Any]]:
     """Machine, versions, date and commit."""
+    about = measured(device.pick(kind))
     yield "identity", device.identity(kind)
-    yield "device", device.describe(device.pick(kind))
+    yield "device", about["device"]
     yield "machine", device.machine()["versions"]
-    yield "date", datetime.datetime.now(datetime.UTC).date().isoformat()
-    for name, words in (("commit", "rev-parse HEAD"), ("dirty", "status --porcelain")):
-        done = subprocess.run(
-            ["git", *words.split()], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-        )
-        told = os.environ.get("CLEARWAY_COMMIT")  # of a copy that came without its history
-        if told:
-            yield name, told.endswith("-dirty") if name == "dirty" else told.removesuffix("-dirty")
-        else:
-            yield name, bool(done.stdout) if name == "dirty" else done.stdout.strip() or None
+    yield "date", about["date"].partition("T")[0]
+    yield "commit", about["commit"]
+    yield "dirty", about["dirty"]
 
 
 def main() -> None:

@@ -284,7 +284,7 @@ def identity(kind: str) -> str:
         import importlib.metadata as metadata
 
         parts.append(torch.cuda.get_device_name(0))
-        parts.append(f"driver {_nvidia_driver()}")
+        parts.append(f"driver {nvidia_driver()}")
         if importlib.util.find_spec("triton"):
             parts.append(f"triton {metadata.version('triton')}")
     elif kind == "mps":
@@ -294,7 +294,7 @@ def identity(kind: str) -> str:
     return ", ".join(parts)
 
 
-def _nvidia_driver() -> str:
+def nvidia_driver() -> str:
     """The NVIDIA driver's version ("580.159.04") from the driver's own management library; else "unknown"."""
     import ctypes
 

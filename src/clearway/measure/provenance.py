@@ -114,7 +114,7 @@ def _system(name: str) -> str:
 
 def _driver(device: Device) -> str | None:
     if device.kind == "cuda":
-        return machine._nvidia_driver()
+        return machine.nvidia_driver()
     return f"macOS {machine.machine()['macos']}" if device.kind == "mps" else None
 
 

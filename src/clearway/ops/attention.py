@@ -39,13 +39,14 @@ the Metal build of the WebUI; PyTorch has no Metal kernel for heads of 40 and 16
 package yet."""
 
 CUDA_WIDE_HEADS = 256
-"""On CUDA `gemm` is preferred for wider heads in half precision, which flash and cuDNN refuse."""
+"""On CUDA `gemm` is preferred for wider heads in half precision, which flash and cuDNN refuse. It was found
+sound on an H200; no result file holds its times yet."""
 
 CUDA_CUDNN_CAPABILITY, CUDA_CUDNN_TOKENS = (9, 0), 1024
 """On Hopper `cudnn` is preferred from so many query and key tokens on. NVIDIA H200, fp16, torch 2.11.0+cu130,
-2026-11-29, ms, flash against cuDNN: 2x10x4096x4096x64 0.322, 0.209; 2x20x1024x1024x64 0.077, 0.062;
-2x8x4096x4096x40 0.309, 0.194. Slower on A100 (0.82x) and Blackwell (0.88x;
-huggingface/transformers#48163)."""
+2026-11-29, ms, flash against cuDNN: 2x10x4096x4096x64 0.306, 0.189; 2x20x1024x1024x64 0.055, 0.036;
+2x8x4096x4096x40 0.281, 0.155 (bench/results/nvidia-h200/ops_attention.jsonl). Slower on A100 (0.82x) and
+Blackwell (0.88x; huggingface/transformers#48163)."""
 
 
 def inputs(
