@@ -146,16 +146,21 @@ def test_the_caller_s_choice_among_pytorch_s_backends_holds(maker: Any) -> None:
     assert {route for route in routes if "attention" in route} == {"attention/sdpa"}
 
 
-def test_a_mask_goes_to_the_stock_processor(flux: Any) -> None:
+@pytest.mark.parametrize("kind", ["keys", "scores", "numbers"])
+def test_masks(flux: Any, kind: str) -> None:
+    """Of keys alone (B, S), as Chroma's of scores (B, 1, L, S), and of numbers that are added."""
     given = inputs(flux, 2, 3, 3, text=4)
     mask = torch.ones(2, 13, dtype=torch.bool)
     mask[1, 2:4] = False
-    given["joint_attention_kwargs"] = {"attention_mask": mask}
-    expected = run(flux, dict(given))
+    if kind != "keys":
+        mask = mask[:, None, None] & (mask[:, None, :, None] | torch.eye(13, dtype=torch.bool))
+    if kind == "numbers":
+        mask = mask.float() * 2
+    masked = given | {"joint_attention_kwargs": {"attention_mask": mask}}
+    expected = run(flux, dict(masked))
     accelerate(flux)
-    assert attentions(flux, dict(given)) == 0
-    assert torch.equal(run(flux, dict(given)), expected)
-    del given["joint_attention_kwargs"]
+    assert attentions(flux, dict(masked)) == 4
+    close(run(flux, dict(masked)), expected)
     assert (run(flux, given) - expected).abs().max() > 1e-3
 
 

@@ -84,8 +84,7 @@ class FluxProcessor(Processor):
     ) -> Any:
         x, context = hidden_states, encoder_hidden_states
         if (
-            attention_mask is not None
-            or (context is None) != (attn.added_kv_proj_dim is None)
+            (context is None) != (attn.added_kv_proj_dim is None)
             or needs_gradient(attn, x, context)
             or refuse_backend(self.stock)
         ):
@@ -99,7 +98,7 @@ class FluxProcessor(Processor):
             q, k, v = (torch.cat(pair, dim=1) for pair in ((text_q, q), (text_k, k), (text_v, v)))
         if image_rotary_emb is not None:
             q, k = self._rotated(q, image_rotary_emb), self._rotated(k, image_rotary_emb)
-        out = _attended(q, k, v)
+        out = _attended(q, k, v, _broadcast(attention_mask, q, k))
         if context is None:
             return out
         tokens = context.shape[1]
@@ -182,10 +181,17 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention of (B, L, N, E), its heads side by side: (B, L, N E)."""
-    out: Tensor = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, False, None)
+    out: Tensor = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, False, mask)
     return out.transpose(1, 2).flatten(2, 3)
+
+
+def _broadcast(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask as attention reads it: one of keys (B, S) for every head and query, as Diffusers takes it."""
+    if mask is not None and mask.shape == (q.shape[0], k.shape[1]):
+        return mask[:, None, None]
+    return mask
 
 
 def _are_tables(tables: Any) -> bool:
