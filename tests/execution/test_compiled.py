@@ -72,6 +72,7 @@ def test_graph_breaks_are_counted_with_their_reason() -> None:
     run(torch.randn(2, 3))
     assert run.events.graph_breaks >= 1
     assert any("broke the graph" in sentence for sentence in run.events.sentences())
+    assert all(sentence.startswith("the UNet: ") for sentence in run.sentences("the UNet"))
 
 
 def test_too_many_variants_run_eagerly_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,5 +116,8 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(
     for _ in range(2):
         torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
     assert routes == {"unet/eager": 2}
+    assert run.sentences("the UNet") == [
+        f"the UNet ran eagerly: torch.compile cannot be used here ({run.module.failed})"
+    ]
     told = capsys.readouterr().err
     assert told.count("torch.compile is not used") == 1 and "no C++ compiler was found" in told

@@ -265,6 +265,16 @@ def test_ops_are_counted_at_replays(network: Network) -> None:
     assert routes == {"geglu/reference": 3}
 
 
+def test_calls_that_were_not_replayed_are_told_apart_from_none(network: Network) -> None:
+    run = executor(network)
+    run(torch.randn(2, 4), context=torch.randn(2, 4))
+    assert run.sentences("the UNet") == []
+    with torch.autocast("cpu"):
+        run(torch.randn(2, 4), context=torch.randn(2, 4))
+    assert run.sentences("the UNet") == ["the UNet ran eagerly at times: torch.autocast is at work"]
+    assert executor(network, pool=run.pool).sentences("the UNet") == []  # another generation's
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

@@ -27,6 +27,21 @@ def test_each_name_gives_its_executor_and_routes_say_what_ran() -> None:
         executor("cudagraph", module, "unet")
 
 
+def test_an_executor_says_what_did_not_run_as_meant() -> None:
+    module, x = network(), torch.randn(2, 4)
+    for fixed in ((), (("geglu", "reference"),)):
+        run = executor("cuda_graph", module, "unet", fixed=fixed)
+        assert run.sentences("the UNet") == []
+        for _ in range(2):
+            run(x)
+        assert run.sentences("the UNet") == [
+            "the UNet ran eagerly: CUDA graphs are for CUDA devices, this is cpu"
+        ]
+    run = executor("eager", module, "unet")
+    run(x)
+    assert run.sentences("the UNet") == []
+
+
 def test_what_is_built_outlives_a_generation_and_is_not_copied() -> None:
     module = network()
     first = executor("cuda_graph", module, "unet", Counter())

@@ -83,6 +83,18 @@ def test_hooks_are_seen_without_a_new_fingerprint() -> None:
     assert not found.hooked()
 
 
+def test_hooks_with_which_transformers_records_are_no_obstacle() -> None:
+    def records(*_: object) -> None: ...
+
+    records.__module__ = "transformers.utils.output_capturing"
+    made = module()
+    found = Fingerprint(made)
+    made[0].register_forward_hook(records)
+    assert not found.hooked()
+    made[0].register_forward_hook(lambda *_: None)
+    assert found.hooked()
+
+
 def test_adapters_are_told_by_what_is_on_and_how_much() -> None:
     made = module()
     assert Fingerprint(made).adapters() == ""

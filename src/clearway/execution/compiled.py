@@ -134,6 +134,12 @@ class Compiled:
         self.ran = "eager"
         return self.module(*args, **kwargs)
 
+    def sentences(self, name: str) -> list[str]:
+        """What torch.compile did with what is called `name` that the user should know."""
+        if self.failed:
+            return [f"{name} ran eagerly: torch.compile cannot be used here ({self.failed})"]
+        return [f"{name}: {told}" for told in self.events.sentences()]
+
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """Within it the regions run compiled."""

@@ -166,9 +166,9 @@ class Pool:
 class CudaGraph:
     """Replays a graph of `module` for these arguments, captured at first sight; else calls it eagerly.
 
-    Calls are counted as "<part>/cuda_graph" or "<part>/eager", with the reason in `pool.reasons`; the ops
-    that a graph holds are counted at each replay. `promised` names keyword arguments that the caller never
-    changes in place.
+    Calls are counted as "<part>/cuda_graph" or "<part>/eager", with the reason in `reasons` and, for all
+    executors of the module, in `pool.reasons`; the ops that a graph holds are counted at each replay.
+    `promised` names keyword arguments that the caller never changes in place.
     """
 
     module: Callable[..., Any]
@@ -177,8 +177,11 @@ class CudaGraph:
     pool: Pool
     key: Hashable = ()
     promised: tuple[str, ...] = ()
+    reasons: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         owner = self.module if isinstance(self.module, nn.Module) else getattr(self.module, "__self__", None)
@@ -199,6 +202,13 @@ class CudaGraph:
         contract.count(graph.routes)
         budget.current(tensors[0].device).follow(graph.sample)
         return output
+
+    def sentences(self, name: str) -> list[str]:
+        """Why some calls of what is called `name` were not replayed."""
+        return [
+            f"{name} ran eagerly{'' if count == self.calls else ' at times'}: {reason}"
+            for reason, count in self.reasons.items()
+        ]
 
     def _graph(
         self, leaves: list[Any], tree: Any, device: torch.device, owner: nn.Module | None
@@ -226,6 +236,7 @@ class CudaGraph:
 
     def _eagerly(self, reason: str, args: Any, kwargs: Any) -> Any:
         self.pool.reasons[reason] += 1
+        self.reasons[reason] += 1
         self.routes[f"{self.part}/eager"] += 1
         return self.module(*args, **kwargs)
 

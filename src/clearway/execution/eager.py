@@ -21,3 +21,8 @@ class Eager:
         out = self.module(*args, **kwargs)
         self.routes[f"{self.part}/{getattr(self.module, 'ran', self.name)}"] += 1
         return out
+
+    def sentences(self, name: str) -> list[str]:
+        """What `module`, where it is an executor too, says of itself under the name `name`."""
+        told = getattr(self.module, "sentences", None)
+        return list(told(name)) if callable(told) else []

@@ -51,7 +51,8 @@ def executor(
 
     Within its calls the ops in `fixed` take the implementations named there, or raise. `key` is the caller's
     own part of a graph's key; `promised` names arguments that the caller does not change in place, so that
-    the same object means the same content; `settings` are `compiled`'s. RequestError for an unknown name.
+    the same object means the same content; `settings` are `compiled`'s. Its `sentences(name)` say what did
+    not run as it was meant to, and why. RequestError for an unknown name.
     """
     counted = Counter[str]() if routes is None else routes
     owner = owner_of(module)
@@ -81,6 +82,11 @@ class Fixed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with contract.use(**self.names):
             return self.run(*args, **kwargs)
+
+    def sentences(self, name: str) -> list[str]:
+        """What the executor says of itself under the name `name`."""
+        told: list[str] = self.run.sentences(name)  # type: ignore[attr-defined]
+        return told
 
 
 def absent(name: str, kind: str) -> str | None:

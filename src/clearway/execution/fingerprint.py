@@ -66,7 +66,7 @@ class Fingerprint:
 
     def hooked(self) -> bool:
         """Whether somebody's forward hooks are at work in it, which a graph would leave out."""
-        return any(self._hooks)
+        return any(self._hooks) and not all(_records(hook) for held in self._hooks for hook in held.values())
 
     def adapters(self) -> str:
         """A hash of which adapters are on, at which scales, and what of them is merged; "" without any."""
@@ -98,6 +98,12 @@ def _is_plain(value: object) -> bool:
     if type(value) is dict:
         return all(map(_is_plain, value.values()))
     return type(value) in _PLAIN
+
+
+def _records(hook: Any) -> bool:
+    """Whether a hook is one with which Transformers collects hidden states: it changes nothing, and what it
+    collects is among the outputs of the call that asked for it."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _address(tensor: Tensor) -> int:
