@@ -78,3 +78,26 @@ def test_the_report_names_versions_and_nothing_private() -> None:
     report = device.machine()
     assert report["versions"]["torch"] == torch.__version__
     assert "/home" not in str(report) and "/root" not in str(report)
+
+
+def test_tensors_cross_as_they_are() -> None:
+    """Without a GPU both are plain copies; with one the same values arrive."""
+    values = torch.arange(6).reshape(1, 6)
+    assert torch.equal(device.to_device(values, device.Device("cpu")), values)
+    assert torch.equal(device.to_host(values), values)
+
+
+@pytest.mark.cuda
+def test_on_a_device_tensors_cross_without_waiting_but_for_what_is_read() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = torch.arange(12, dtype=torch.uint8).reshape(1, 2, 2, 3)
+    device.to_device(values, device.Device("cuda", 0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = device.to_device(values, device.Device("cuda", 0))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(moved.cpu(), values)
+    back = device.to_host(moved)
+    assert torch.equal(back, values) and not back.is_pinned()

@@ -157,6 +157,31 @@ def synchronize(device: Device) -> None:
         torch.xpu.synchronize()
 
 
+def to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    """A CPU tensor on `device`; on CUDA by way of pinned memory, for which the host does not wait."""
+    if device.kind == "cuda":
+        return tensor.pin_memory().to(str(device), non_blocking=True)
+    return tensor.to(str(device))
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in ordinary host memory; on CUDA by way of pinned memory, and the host waits for this copy.
+
+    What is given keeps no pinned memory.
+    """
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    import torch
+
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    with torch.cuda.device(tensor.device):
+        pinned.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        arrived.synchronize()
+    return pinned.clone()
+
+
 def release_memory(device: Device) -> None:
     """Gives cached, unused device memory back to the system."""
     import torch

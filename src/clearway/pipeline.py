@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
 from clearway.request import Request
 from clearway.result import Result, joined
-from clearway.types import OnEvent, PicturesDone, StepDone
+from clearway.types import Choices, OnEvent, PicturesDone, StepDone
 
 SAMPLER_OPTIONS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax")
 SCHEDULE_OPTIONS = ("sigma_min", "sigma_max", "rho")
+NAMES = {"text_encoder_2": "the second text encoder", "unet": "the UNet", "vae": "the VAE"}
+"""What notes call a part of a model."""
 
 
 @torch.inference_mode()
@@ -51,6 +53,8 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
     tuned = chosen.tuned(model, width, height)
+    run = _Runner(model.choices, routes)
+    unet, vae = run(model.unet, "unet"), run(model.vae.decode, "vae")
 
     with (
         machine.tf32(model.device, model.precision.tf32),
@@ -68,7 +72,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
         # 2. what the network reads
         with clock.stage("text"):
             positive, negative = encode(
-                words, model, width=width, height=height, clip_skip=request.clip_skip, routes=routes
+                words, model, width=width, height=height, clip_skip=request.clip_skip, run=run
             )
         # 3. the noise levels, which stay on the CPU
         with clock.stage("schedule"):
@@ -88,9 +92,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 x = noise.initial() * sampling.initial_scale(sampler, sigmas)
                 step_noise = sampling.noise_for(sampler, noise, x, sigmas)
             # 5. the network as a function of (x, sigma), guidance bound to it
-            network = UNetDenoiser(
-                _runner(model, model.unet, "unet", routes), model.sigmas, model.prediction, model.unet.dtype
-            )
+            network = UNetDenoiser(unet, model.sigmas, model.prediction, model.unet.dtype)
             skip = below(request.ngms, request.ngms_all_steps)
             denoise = Guided(network, positive, negative, cfg_scale, skip, model.choices.rows)
             # 6. the loop: nothing in it waits for the device
@@ -107,7 +109,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 latents = sampling.finish(x, sigmas)
             # 7. pixels, one picture at a time
             with clock.stage("vae"):
-                pixels, note = decode(model, latents, _runner(model, model.vae.decode, "vae", routes))
+                pixels, note = decode(model, latents, vae)
                 images = to_uint8(pixels)
             # 8. the result, with everything that repeats it
             results.append(
@@ -121,7 +123,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                     request=request,
                     timings_ms=dict(clock.timings_ms),
                     routes=dict(routes),
-                    notes=(*unread, *((note,) if note else ()), *state.losses()),
+                    notes=(*unread, *((note,) if note else ()), *run.sentences(), *state.losses()),
                 )
             )
             if on_event:
@@ -174,12 +176,34 @@ def _resolved(request: Request, model: Model) -> Request:
         raise RequestError(f"the defaults of model {model.name!r} do not fit: {error}") from error
 
 
-def _runner(model: Model, run: Callable[..., Any], part: str, routes: Counter[str]) -> Callable[..., Any]:
-    """A network as the model's choices run it; conditionings are never changed in place."""
-    choices = model.choices
-    return executor(
-        choices.executor, run, part, routes, fixed=choices.routes, promised=("encoder_hidden_states",)
-    )
+@dataclass(slots=True)
+class _Runner:
+    """Makes the executors of one generation: a model's parts as its choices run them.
+
+    Conditionings are never changed in place. A text encoder is not compiled: it runs once a prompt, and
+    compiling costs more than all those calls.
+    """
+
+    choices: Choices
+    routes: Counter[str]
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
+        name, fixed = self.choices.executor, self.choices.routes
+        if name == "compiled" and part.startswith("text_encoder"):
+            name = "eager"
+        promised = ("encoder_hidden_states",)
+        made = executor(name, run, part, self.routes, fixed=fixed, promised=promised)
+        self.made[part] = made
+        return made
+
+    def sentences(self) -> tuple[str, ...]:
+        """What did not run as it was meant to, and why."""
+        return tuple(
+            told
+            for part, run in self.made.items()
+            for told in run.sentences(NAMES.get(part, "the text encoder"))
+        )
 
 
 def _given(request: Request, names: tuple[str, ...]) -> dict[str, float]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +13,10 @@ import clearway
 from builders import tiny_sd1, tiny_sdxl
 from clearway.conditioning import encode
 from clearway.errors import RequestError
+from clearway.execution.executor import CudaGraph, Pool, TorchCapture
 from clearway.models import Model
 from clearway.prompt import plan
+from fake_capture import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +96,94 @@ def test_an_empty_negative_prompt_is_zero_for_sdxl_only(sd1: Model, sdxl: Model)
     for model, zero in ((sd1, False), (sdxl, True)):
         negative = encode(plan("x", ""), model, width=64, height=64)[1].at(0)
         assert (negative.context.abs().sum() == 0) == zero
+
+
+class Captured:
+    """Makes an encoder's executor replay graphs, and keeps it."""
+
+    def __init__(self, backend: Callable[[], Any] = Recorder) -> None:
+        self.made: dict[str, CudaGraph] = {}
+        self.pools: dict[str, Pool] = {}
+        self.backend = backend
+
+    def __call__(self, run: Callable[..., Any], part: str) -> CudaGraph:
+        pool = self.pools.setdefault(part, Pool(self.backend()))
+        self.made[part] = CudaGraph(run, part, Counter(), pool)
+        return self.made[part]
+
+    def counts(self) -> list[dict[str, int]]:
+        return [dict(run.routes) for run in self.made.values()]
+
+
+PROMPTS = ("a red apple", "(a:1.3) pear", "apple " * 75 + "pear", "")
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize("clip_skip", [1, 2])
+def test_one_captured_graph_encodes_every_prompt(
+    family: str, clip_skip: int, request: pytest.FixtureRequest
+) -> None:
+    model, run = request.getfixturevalue(family), Captured()
+    for prompt in PROMPTS:
+        sizes: dict[str, Any] = {"width": 64, "height": 64, "clip_skip": clip_skip}
+        for mine, plain in zip(
+            encode(plan(prompt, "blurry"), model, **sizes, run=run),
+            encode(plan(prompt, "blurry"), model, **sizes),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine.at(0).context, plain.at(0).context, rtol=0, atol=0)
+            if family == "sdxl":
+                torch.testing.assert_close(mine.at(0).pooled, plain.at(0).pooled, rtol=0, atol=0)
+    for number, (part, encoder) in enumerate(run.made.items()):
+        assert part == ("text_encoder", "text_encoder_2")[number]
+        assert set(encoder.routes) == {f"{part}/cuda_graph"} and not encoder.reasons
+        assert (encoder.pool.captured, encoder.pool.evicted) == (1, 0)
+
+
+def test_a_graph_keeps_only_what_is_read(sdxl: Model) -> None:
+    run = Captured()
+    encode(plan("x", ""), sdxl, width=64, height=64, run=run)
+    for encoder, (part, executor) in zip(sdxl.text_encoders, run.made.items(), strict=True):
+        (graph,) = executor.pool.graphs.values()
+        hidden, pooled = graph.output
+        assert hidden.shape == (1, 77, encoder.config.hidden_size)
+        assert (pooled is None) == (part == "text_encoder")
+
+
+def test_layers_have_graphs_of_their_own(sd1: Model) -> None:
+    run, found = Captured(), []
+    for clip_skip in (1, 2, 1):
+        both = encode(plan("x", ""), sd1, width=64, height=64, clip_skip=clip_skip, run=run)
+        found.append(both[0].at(0).context)
+    assert run.pools["text_encoder"].captured == 2
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
+def test_what_cannot_be_captured_is_encoded_eagerly(sd1: Model) -> None:
+    run = Captured(lambda: Recorder(RuntimeError("operation not permitted when stream is capturing")))
+    made = encode(plan("x", ""), sd1, width=64, height=64, run=run)[0].at(0).context
+    assert torch.equal(made, context(sd1, "x"))
+    assert run.counts() == [{"text_encoder/eager": 2}]
+    (told,) = run.made["text_encoder"].sentences("the text encoder")
+    assert told.startswith("the text encoder ran eagerly: it cannot be captured")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_on_a_device_a_graph_encodes_without_waiting(family: str, tmp_path: Any) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = (tiny_sd1 if family == "sd1" else tiny_sdxl)(tmp_path / family)
+    model, run = clearway.load(str(folder), device="cuda"), Captured(TorchCapture)
+    for prompt in PROMPTS:
+        plain = encode(plan(prompt, "blurry"), model, width=64, height=64)
+        encode(plan(prompt, "blurry"), model, width=64, height=64, run=run)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            made = encode(plan(prompt, "blurry"), model, width=64, height=64, run=run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for mine, theirs in zip(made, plain, strict=True):
+            torch.testing.assert_close(mine.at(0).context, theirs.at(0).context, rtol=1e-3, atol=1e-3)
+    for encoder in run.made.values():
+        assert encoder.pool.captured == 1 and not encoder.reasons

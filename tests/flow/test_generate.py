@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,9 @@ from clearway import (
     UnavailableError,
     pipeline,
 )
+from clearway.execution import Eager
 from clearway.models import Model
+from clearway.types import Choices
 
 SMALL = Request(prompt="a red apple", width=64, height=72, steps=3, sampler="Euler a", seed=7, cfg_scale=4.0)
 
@@ -240,6 +245,31 @@ def test_sdxl_draws_and_an_empty_negative_prompt_is_zero(sdxl: Model) -> None:
     assert added["text_embeds"][1].abs().sum() == 0
     assert added["time_ids"].tolist() == [[72, 64, 0, 0, 72, 64]] * 2
     assert result.routes["text_encoder/eager"] == result.routes["text_encoder_2/eager"] == 2
+
+
+def test_notes_say_once_what_ran_otherwise_than_chosen(sdxl: Model) -> None:
+    """CUDA graphs asked for by name on a CPU: every part runs eagerly and says why."""
+    model = dataclasses.replace(sdxl, choices=Choices(executor="cuda_graph"))
+    result = clearway.generate(change(count=2, batch_size=1, steps=2), model)
+    assert {route for route in result.routes if route.endswith("cuda_graph")} == set()
+    parts = ("the UNet", "the VAE", "the text encoder", "the second text encoder")
+    assert sorted(result.notes) == sorted(
+        f"{part} ran eagerly: CUDA graphs are for CUDA devices, this is cpu" for part in parts
+    )
+    plain = clearway.generate(change(count=2, batch_size=1, steps=2), sdxl)
+    assert np.array_equal(result.images, plain.images) and plain.notes == ()
+
+
+def test_text_encoders_are_not_compiled(sd1: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, str] = {}
+
+    def executor(name: str, module: Callable[..., Any], part: str, routes: Counter[str], **_: Any) -> Eager:
+        made[part] = name
+        return Eager(module, part, routes, name)
+
+    monkeypatch.setattr(pipeline, "executor", executor)
+    clearway.generate(change(steps=1), dataclasses.replace(sd1, choices=Choices(executor="compiled")))
+    assert made == {"unet": "compiled", "vae": "compiled", "text_encoder": "eager"}
 
 
 def test_a_model_can_be_named(tmp_path: Path) -> None:
