@@ -1,5 +1,7 @@
 """The machine, without needing any but the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -101,3 +103,65 @@ def test_on_a_device_tensors_cross_without_waiting_but_for_what_is_read() -> Non
     assert torch.equal(moved.cpu(), values)
     back = device.to_host(moved)
     assert torch.equal(back, values) and not back.is_pinned()
+
+
+class Card:
+    """Stands in for torch.cuda: 24 GiB, of which 20 are free; the allocator has 3, tensors 2."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fraction = 1.0
+        self.held = {"reserved_bytes": 3 * GIB, "allocated_bytes": 2 * GIB}
+        for name, stand_in in {
+            "mem_get_info": lambda index: (20 * GIB, 24 * GIB),
+            "memory_stats_as_nested_dict": lambda index: {
+                kind: {"all": {"current": value}} for kind, value in self.held.items()
+            },
+            "get_per_process_memory_fraction": lambda index: self.fraction,
+            "set_per_process_memory_fraction": lambda fraction, index: setattr(self, "fraction", fraction),
+            "get_device_properties": lambda index: SimpleNamespace(total_memory=24 * GIB),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+GIB = 2**30
+CUDA = device.Device("cuda", 0)
+
+
+def test_room_is_what_is_free_and_what_the_allocator_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    assert device.room(CUDA) == 21 * GIB
+    card.fraction = 0.25  # somebody's own cap: 6 GiB for tensors
+    assert device.room(CUDA) == 4 * GIB
+    card.held = {}  # before anything was allocated
+    assert device.held(CUDA) == device.Held()
+    assert device.room(device.Device("cpu")) > 0
+
+
+def test_within_a_cap_the_device_is_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    left = 8 * GIB - device.CONTEXT_BYTES
+    with device.capped(CUDA, 8 * GIB):
+        assert device.memory(CUDA) == device.Memory(8 * GIB, left - 3 * GIB)
+        assert device.room(CUDA) == pytest.approx(left - 2 * GIB, abs=1)
+        assert card.fraction == left / (24 * GIB)
+    assert card.fraction == 1.0 and device.memory(CUDA).total_bytes == 24 * GIB
+    with device.capped(CUDA, None):
+        assert device.memory(CUDA).total_bytes == 24 * GIB
+    card.fraction = 0.1
+    with pytest.raises(ZeroDivisionError), device.capped(CUDA, 8 * GIB):
+        assert card.fraction == 0.1  # a tighter cap of somebody else's holds
+        raise ZeroDivisionError
+    assert card.fraction == 0.1
+    with device.capped(device.Device("cpu"), 1):
+        assert device.memory(device.Device("cpu")).total_bytes > 2**28
+
+
+@pytest.mark.cuda
+def test_on_a_device_a_cap_is_kept() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    with device.capped(CUDA, 2 * GIB):
+        assert device.room(CUDA) <= 2 * GIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
