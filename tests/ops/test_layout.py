@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clearway.ops._cases import normal
-from clearway.ops._layout import in_layout_of, plane_strides, refuse_others, row_stride
+from clearway.ops._layout import in_layout_of, plane_strides, refuse_others, row_groups, row_stride
 
 BASE = torch.arange(2 * 6 * 4 * 8).reshape(2, 6, 4, 8)
 VIEWS = [
@@ -41,6 +41,26 @@ def test_row_stride_is_the_step_between_rows(x: Tensor) -> None:
     found = row_stride(x)
     assert (found is not None) == uniform
     assert not steps or not uniform or steps == {found}
+
+
+@pytest.mark.parametrize("x", VIEWS, ids=lambda x: f"{tuple(x.shape)} {x.stride()}")
+def test_row_groups_reach_every_row(x: Tensor) -> None:
+    found = row_groups(x)
+    if found is None:
+        assert row_stride(x) is None
+        return
+    rows, group, step = found
+    places = starts(x)
+    assert [(i // rows) * group + (i % rows) * step for i in range(len(places))] == places
+    assert row_stride(x) is None or rows == len(places)
+
+
+def test_row_groups_of_packed_heads_and_of_what_has_none() -> None:
+    packed = torch.empty(2, 5, 3, 4, 8)
+    assert row_groups(packed[:, :, 1]) == (4, 96, 8)
+    assert row_groups(packed[:, :, 1].transpose(1, 2)) is None  # image, head and position at three strides
+    assert row_groups(packed[:1, :, 1].transpose(1, 2)) == (5, 8, 96)
+    assert row_groups(packed.transpose(3, 4)) is None
 
 
 @pytest.mark.parametrize("x", [view for view in VIEWS if view.dim() == 4], ids=lambda x: str(x.stride()))

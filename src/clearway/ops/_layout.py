@@ -16,6 +16,20 @@ def row_stride(x: Tensor) -> int | None:
     return found[1] if found else None
 
 
+def row_groups(x: Tensor) -> tuple[int, int, int] | None:
+    """(rows a group, stride of groups, stride of rows): rows along the last axis at two strides.
+
+    As of the heads of packed queries, keys and values. None where two are too few or rows not contiguous.
+    """
+    if x.dim() == 0 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        return None
+    for split in range(x.dim()):
+        groups, rows = _collapsed(x, 0, split), _collapsed(x, split, x.dim() - 1)
+        if groups and rows:
+            return rows[0], groups[1], rows[1]
+    return None
+
+
 def plane_strides(x: Tensor) -> tuple[int, int, int] | None:
     """Strides of batch, channel and all axes after it taken as one; None where those have no common one."""
     found = _collapsed(x, 2, x.dim())

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from clearway.ops import _triton
 from clearway.ops._cases import normal
-from clearway.ops._layout import refuse_dtype, refuse_others, refuse_rows, row_stride
+from clearway.ops._layout import refuse_dtype, refuse_others, row_groups
 from clearway.ops._triton import kernel, tl
 from clearway.ops.contract import Case, Given, op
 
@@ -38,6 +38,9 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "large values", inputs(3, 64, mean=300.0)
     packed, weight, eps = inputs(2, 5, 3, 64)
     yield "queries of packed QKV", (packed[:1, :, 0], weight, eps)
+    whole, *rest = inputs(2, 5, 3, 3, 32)
+    yield "heads of packed keys", (whole[:, :, 1], *rest)
+    yield "heads first", (inputs(1, 6, 3, 40)[0].transpose(1, 2), *inputs(40)[1:])
     yield "Flux 1024", lambda: inputs(1, 4608, 24, 128)
     yield "SD3.5 1024", lambda: inputs(2, 4250, 24, 64)
     yield "LTX", lambda: inputs(1, 4992, 2048)
@@ -69,19 +72,23 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def _refuse(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
     if x.shape[-1] > _triton.WIDEST:
         return f"rows have {x.shape[-1]} elements; it takes up to {_triton.WIDEST}"
-    reason = refuse_dtype("x", x, _triton.DTYPES) or refuse_rows("x", x)
+    if row_groups(x) is None:
+        return f"x has strides {x.stride()}; it takes contiguous rows at two strides at most"
+    reason = refuse_dtype("x", x, _triton.DTYPES)
     return reason or refuse_others(x, x.shape[-1], weight=weight)
 
 
 @kernel
 def _forward(
-    x, weight, out, rows, width, x_row, eps, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, out, rows, width, in_group, x_group, x_row, eps,
+    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     in_row = c < width
     live = (row < rows)[:, None] & in_row[None, :]
-    value = tl.load(x + (row * x_row)[:, None] + c[None, :], mask=live, other=0.0).to(tl.float32)
+    at = (row // in_group) * x_group + (row % in_group) * x_row
+    value = tl.load(x + at[:, None] + c[None, :], mask=live, other=0.0).to(tl.float32)
     y = value * tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
     if HAS_WEIGHT:
         y *= tl.load(weight + c, mask=in_row, other=0.0).to(tl.float32)[None, :]
@@ -95,9 +102,11 @@ def _triton_run(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out = x.new_empty(x.shape)
     width = x.shape[-1]
     rows, (tile, block) = x.numel() // width, _triton.row_tile(width)
+    groups = row_groups(x)
+    assert groups is not None
     _forward.launch(
         (-(-rows // tile),),
-        *(x, x if weight is None else weight, out, rows, width, row_stride(x), eps),
+        *(x, x if weight is None else weight, out, rows, width, *groups, eps),
         HAS_WEIGHT=weight is not None,
         ROWS=tile,
         BLOCK=block,
