@@ -124,6 +124,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                     timings_ms=dict(clock.timings_ms),
                     routes=dict(routes),
                     notes=(*unread, *((note,) if note else ()), *run.sentences(), *state.losses()),
+                    choices=model.choices,
                 )
             )
             if on_event:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from clearway.types import Choices
+
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
@@ -18,8 +20,9 @@ class Result:
     """What `generate` returns.
 
     `images` is uint8 (B, H, W, 3); `seeds` and `infotexts` have one entry an image. `timings_ms` maps a stage
-    to host milliseconds. `routes` maps "part/implementation" to how often it ran. `request` is the request
-    with nothing left open; `notes` are sentences worth showing (a precision retry, an ignored setting).
+    to host milliseconds. `routes` maps "part/implementation" to how often it ran; `choices` is how the
+    networks were to run. `request` is the request with nothing left open; `notes` are sentences worth showing
+    (a precision retry, an ignored setting, a part that ran otherwise than chosen).
     """
 
     images: np.ndarray
@@ -29,6 +32,7 @@ class Result:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     routes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    choices: Choices = field(default_factory=Choices)
 
     def pillow(self) -> list[Image]:
         """The pictures as Pillow images, without metadata; `clearway.save` writes files that carry it."""
@@ -50,4 +54,5 @@ def joined(results: Sequence[Result]) -> Result:
         timings_ms=last.timings_ms,
         routes=last.routes,
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
+        choices=last.choices,
     )

@@ -93,6 +93,18 @@ def test_the_file_carries_its_parameters_and_evidence_apart(draw) -> None:
     assert "/" + "root" not in text["clearway"]
 
 
+def test_plain_turns_off_what_the_device_would_run_by(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearway.models import chosen
+
+    monkeypatch.setitem(chosen.DEFAULTS, "cpu", {"executor": "eager", "ops": ("geglu",)})
+    found = json.loads(draw("x", *FAST, "--json", "-o", "a.png")[1])
+    assert found["choices"]["ops"] == ["geglu"] and found["routes"]["geglu/reference"] > 0
+    _, out, err = draw("x", *FAST, "--plain", "--evidence", "--json", "-o", "b.png")
+    assert err == "" and json.loads(out)["choices"]["ops"] == []
+    evidence = json.loads(Image.open("b.png").text["clearway"])
+    assert evidence["choices"]["executor"] == "eager" and "geglu/reference" not in evidence["routes"]
+
+
 def test_dtypes_are_recorded_and_repeated(draw) -> None:
     draw("x", *FAST, "--dtype", "bfloat16", "-o", "a.png")
     assert "Dtype: bfloat16" in Image.open("a.png").text["parameters"]

@@ -90,6 +90,19 @@ def test_doctor_says_what_there_is_and_why_not(run) -> None:
     assert "default device" in run("doctor")[1]
 
 
+def test_doctor_says_how_networks_run(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearway.models import chosen
+
+    monkeypatch.setattr("clearway.device.KINDS", ("cpu",))
+    assert "plainly (clearway select may find better)" in run("doctor")[1]
+    monkeypatch.setitem(chosen.DEFAULTS, "cpu", {"executor": "eager", "layout": "channels_last"})
+    told = run("doctor")[1]
+    assert "channels_last" in told and "CLEARWAY_PLAIN=1 turns it off" in told
+    monkeypatch.setenv("CLEARWAY_PLAIN", "1")
+    assert "plainly, since CLEARWAY_PLAIN is set" in run("doctor")[1]
+    assert json.loads(run("doctor", "--json")[1])["plain"] is True
+
+
 def test_help_and_version(run) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from builders import tiny_sd1
 from clearway import home
 from clearway.errors import UnavailableError
 from clearway.models import Model, chosen, load
-from clearway.models.accelerate import apply, restore
+from clearway.models.accelerate import OPS, accelerate, apply, restore
 from clearway.ops import state
 from clearway.pipeline import generate
 from clearway.request import Request
@@ -107,6 +108,109 @@ def test_choices_are_applied_by_size_and_taken_away_again(model: Model) -> None:
     assert chosen.applied(fast, 256, 256).choices == Choices()
     assert weight.is_contiguous()
     assert chosen.applied(model, 64, 64).choices == FAST  # the first object shares the modules
+
+
+@pytest.fixture
+def fast_device(monkeypatch: pytest.MonkeyPatch) -> Choices:
+    """The CPU has CUDA's default."""
+    monkeypatch.setitem(chosen.DEFAULTS, "cpu", chosen.DEFAULTS["cuda"])
+    return chosen.default("cpu")
+
+
+def laid_out(model: Model) -> bool:
+    return model.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_default_of_a_device_is_all_that_is_exact() -> None:
+    found = chosen.default("cuda")
+    assert found == Choices("cuda_graph", "channels_last", ops=OPS)
+    assert chosen.default("cpu") == chosen.default("mps") == Choices()
+    assert chosen.described(found) == f"by cuda_graph, channels_last, {len(OPS)} ops in place"
+    assert chosen.described(Choices()) == "plainly"
+
+
+def test_a_devices_default_holds_where_nothing_was_selected(model: Model, fast_device: Choices) -> None:
+    fast = chosen.applied(model, 64, 64)
+    assert fast.choices == fast_device and laid_out(model)
+    stored(model, Choices(rows="separate"))
+    assert chosen.applied(model, 64, 64).choices == Choices(rows="separate") and not laid_out(model)
+    assert chosen.applied(model, 256, 256).choices == fast_device and laid_out(model)
+    restore(model)
+    assert not laid_out(model) and chosen.MARK not in vars(model.unet)
+
+
+def test_a_selection_that_was_cut_short_does_not_take_the_default_away(
+    model: Model, fast_device: Choices
+) -> None:
+    stored(model, Choices(), outcome={"complete": False})
+    assert chosen.applied(model, 64, 64).choices == fast_device
+    stored(model, Choices(), outcome={"complete": True})
+    assert chosen.applied(model, 64, 64).choices == Choices()
+
+
+@pytest.mark.parametrize("how", ["environment", "context", "aside", "named"])
+def test_the_default_can_be_turned_off(
+    model: Model, fast_device: Choices, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = replace(model, choices=Choices(rows="separate"))
+    if how == "environment":
+        monkeypatch.setenv(chosen.PLAIN, "1")
+        assert chosen.applied(model, 64, 64) is model and chosen.default("cpu") == Choices()
+        monkeypatch.setenv(chosen.PLAIN, "0")
+        assert chosen.applied(model, 64, 64).choices == fast_device
+        monkeypatch.setenv(chosen.PLAIN, "1")  # what is in place by now goes
+        assert chosen.applied(model, 64, 64).choices == Choices() and not laid_out(model)
+    elif how == "context":
+        stored(model)
+        with chosen.plainly():
+            assert chosen.applied(model, 64, 64) is model
+            assert chosen.tuned(model, 64, 64) is None
+        with chosen.plainly(False):
+            assert chosen.applied(model, 64, 64).choices == FAST
+    elif how == "aside":
+        with chosen.set_aside():
+            assert chosen.applied(model, 64, 64) is model
+    else:
+        assert chosen.applied(named, 64, 64) is named
+    if how in ("aside", "named"):
+        assert not laid_out(model)
+
+
+def test_ops_that_were_put_in_place_by_hand_stay(model: Model, fast_device: Choices) -> None:
+    accelerate(model, ["geglu"], layout=None)
+    held = chosen.applied(model, 64, 64)
+    assert held.choices == Choices(executor="cuda_graph") and not laid_out(model)
+    restore(model)
+    assert chosen.applied(model, 64, 64).choices == fast_device
+
+
+def test_pictures_by_the_default_are_the_plain_ones(model: Model, fast_device: Choices) -> None:
+    request = Request(prompt="x", width=64, height=64, steps=2, seed=1, count=2)
+    fast = generate(request, model)
+    assert fast.choices == fast_device
+    assert fast.routes["geglu/reference"] > 0 and fast.routes["unet/eager"] > 0
+    assert any("ran eagerly: CUDA graphs are for CUDA devices" in note for note in fast.notes)
+    with chosen.plainly():
+        plain = generate(request, model)
+    assert plain.choices == Choices() and "geglu/reference" not in plain.routes and plain.notes == ()
+    assert abs(fast.images.astype(int) - plain.images.astype(int)).max() <= 1
+
+
+@pytest.mark.cuda
+def test_on_a_device_the_default_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "home"))
+    made = load(str(folder), device="cuda")
+    request = Request(prompt="x", width=64, height=64, steps=4, seed=1)
+    fast = generate(request, made)
+    assert fast.routes["unet/cuda_graph"] == 4 and fast.routes["vae/cuda_graph"] == 1
+    assert fast.routes["text_encoder/cuda_graph"] == 2 and fast.notes == ()
+    with chosen.plainly():
+        plain = generate(request, made)
+    assert plain.routes["unet/eager"] == 4
+    apart = fast.images.astype(float) - plain.images.astype(float)
+    assert 10 * math.log10(255**2 / max((apart**2).mean(), 1e-9)) >= 40
 
 
 def test_what_was_undone_by_hand_is_put_in_place_again(model: Model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from clearway import __version__, home
@@ -21,7 +22,7 @@ def add(commands: Any) -> None:
 def report() -> dict[str, Any]:
     """Everything `doctor` says, as one object."""
     from clearway import device
-    from clearway.models import embedded_problem
+    from clearway.models import chosen, embedded_problem
 
     devices = {}
     for kind in device.KINDS:
@@ -31,15 +32,18 @@ def report() -> dict[str, Any]:
             "reason": reason,
             "name": None if reason else device.describe(device.pick(kind)),
         }
-    chosen = device.pick()
-    precision = device.default_precision(chosen)
+    chosen_device = device.pick()
+    precision = device.default_precision(chosen_device)
     problem = embedded_problem()
     return {
         "clearway": __version__,
         "machine": device.machine(),
         "devices": devices,
-        "default_device": str(chosen),
+        "default_device": str(chosen_device),
         "default_precision": {name: getattr(precision, name) for name in precision.__slots__},
+        "default_choices": asdict(chosen.default(chosen_device.kind)),
+        "runs": chosen.described(chosen.default(chosen_device.kind)),
+        "plain": chosen.plain(),
         "embedded_model": {"available": problem is None, "reason": problem},
         "home": str(home.root()),
     }
@@ -68,8 +72,19 @@ def run(args: argparse.Namespace) -> int:
     rows += [
         ("default device", found["default_device"]),
         ("default dtypes", ", ".join(f"{k} {v}" for k, v in found["default_precision"].items())),
+        ("networks run", _runs(found)),
         ("embedded model", "ready" if usable else f"no: {found['embedded_model']['reason']}"),
         ("state folder", found["home"]),
     ]
     print_table(rows)
     return 0 if usable else 3
+
+
+def _runs(found: dict[str, Any]) -> str:
+    """How networks run where nothing was selected, and what would change it."""
+    if found["plain"]:
+        return "plainly, since CLEARWAY_PLAIN is set"
+    hint = (
+        "clearway select may find better" if found["runs"] == "plainly" else "CLEARWAY_PLAIN=1 turns it off"
+    )
+    return f"{found['runs']} ({hint})"

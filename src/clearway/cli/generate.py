@@ -8,7 +8,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +47,18 @@ def add(commands: Any) -> None:
     out.add_argument("--evidence", action="store_true", help="also write machine, routes and times into it")
     out.add_argument("--from", dest="source", metavar="FILE", help="repeat this picture; options change it")
     out.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="run the networks plainly, neither as was selected nor by the device's default",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0, or what the error says."""
     from clearway import image
+    from clearway.models import chosen
     from clearway.pipeline import check, generate
 
     repeated = _read(args.source) if args.source is not None else None
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     paths: list[Path] = []
     save_ms = 0.0
 
-    with stoppable() as stop, Progress() as progress:
+    with stoppable() as stop, Progress() as progress, chosen.plainly(args.plain):
         begun = time.perf_counter()
         model = _model(args, repeated)
         load_ms = (time.perf_counter() - begun) * 1000
@@ -178,6 +184,7 @@ def _evidence(result: Result, model: Model, timings_ms: dict[str, float]) -> dic
         "device": device.describe(model.device),
         "model": {"name": model.name, "hash": model.hash, "family": model.family.name},
         "precision": {name: getattr(model.precision, name) for name in model.precision.__slots__},
+        "choices": asdict(result.choices),
         "routes": dict(result.routes),
         "timings_ms": {name: round(value, 3) for name, value in timings_ms.items()},
     }
@@ -189,6 +196,7 @@ def _summary(result: Result, model: Model, paths: list[Path], timings_ms: dict[s
         "paths": [str(path) for path in paths],
         "seeds": list(result.seeds),
         "timings_ms": {name: round(value, 3) for name, value in timings_ms.items()},
+        "choices": asdict(result.choices),
         "routes": dict(result.routes),
         "model": {"name": model.name, "hash": model.hash, "family": model.family.name},
         "device": str(model.device),

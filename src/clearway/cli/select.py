@@ -330,7 +330,8 @@ def _explain(args: argparse.Namespace, model: Model, size: tuple[int, int]) -> i
         tell(found)
     else:
         print(
-            f"nothing was selected for {model.name} at {size[0]} x {size[1]} in these dtypes: it runs plainly"
+            f"nothing was selected for {model.name} at {size[0]} x {size[1]} in these dtypes: "
+            f"it runs {chosen.described(chosen.default(model.device.kind))}"
         )
     for date, differs in chosen.outdated(model, *size):
         print(f"a selection of {date or 'unknown date'} does not hold: {'; '.join(differs)}")
@@ -387,7 +388,8 @@ def _forget(args: argparse.Namespace, model: Model, size: tuple[int, int]) -> in
         print_json({"forgotten": forgotten, "abandoned": list(names)})
         return 0
     if args.forget:
-        print("forgotten: the model runs plainly" if forgotten else "there was nothing to forget")
+        runs = chosen.described(chosen.default(model.device.kind))
+        print(f"forgotten: the model runs {runs}" if forgotten else "there was nothing to forget")
     if args.abandon:
         print(f"abandoned: {', '.join(names)}" if names else "nothing was adopted")
     return 0

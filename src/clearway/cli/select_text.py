@@ -53,5 +53,7 @@ def tell(content: Mapping[str, Any]) -> None:
     if outcome["verification"]:
         print(f"chosen for {where}: {' + '.join(outcome['chosen'])}; {outcome['verification']['why']}")
     else:
-        unfinished = "" if outcome["complete"] else " so far (the same command goes on)"
-        print(f"nothing was faster{unfinished} on {where}: it runs plainly")
+        if outcome["complete"]:
+            print(f"nothing was faster on {where}: it runs plainly")
+        else:
+            print(f"nothing was faster so far (the same command goes on) on {where}")

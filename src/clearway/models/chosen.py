@@ -3,8 +3,8 @@
 A selection is one file of selected/ in the state folder, named after a digest of its key: device, driver,
 torch and kernel language, diffusers, the sources of ops, executors and accelerate, the model's family and the
 shapes of its parameters, its dtypes and the size class. Where any of these is another, there is none,
-and the model runs plainly. What changes pictures is kept apart, in adopted.json, by the model's path: it is
-there only if the user adopted it by name.
+and the model runs as DEFAULTS say for its kind of device. What changes pictures is kept apart, in
+adopted.json, by the model's path: it is there only if the user adopted it by name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,7 +36,14 @@ SCHEMA = 1
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("ops/*", "execution/*.py", "guidance/*.py", "models/accelerate.py", "models/_*.py")
 
+DEFAULTS: dict[str, Mapping[str, Any]] = {"cuda": {"executor": "cuda_graph", "layout": "channels_last"}}
+"""How networks run on a kind of device where nothing was selected: fields of Choices, with every op in place
+where `ops` are not named. Kinds that are not here run plainly."""
+PLAIN = "CLEARWAY_PLAIN"
+"""The environment variable that turns off both what was selected and DEFAULTS."""
+
 _aside: ContextVar[bool] = ContextVar("clearway_chosen_aside", default=False)
+_plainly: ContextVar[bool] = ContextVar("clearway_chosen_plainly", default=False)
 MARK = "_clearway_chosen"
 """Where a UNet holds the choices that `applied` put in place in it; `restore` takes it away with them."""
 _digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -109,17 +117,59 @@ def outdated(model: Model, width: int, height: int) -> list[tuple[str, list[str]
     return sorted(found, reverse=True)
 
 
-def applied(model: Model, width: int | None = None, height: int | None = None) -> Model:
-    """The model run as was chosen for pictures of this size (None: its default); as it is where nothing was.
+def default(kind: str) -> Choices:
+    """How networks run on devices of `kind` where nothing was selected and no caller names choices."""
+    fields = None if plain() else DEFAULTS.get(kind)
+    if fields is None:
+        return Choices()
+    from clearway.models.accelerate import OPS
 
-    Choices that a caller named are left alone. Modules are shared and changed: what was put in place here for
-    another size is taken away again.
+    return Choices(**{"ops": OPS, **fields})
+
+
+def plain() -> bool:
+    """Whether the user wants networks run plainly: within `plainly`, or where CLEARWAY_PLAIN is set."""
+    return _plainly.get() or os.environ.get(PLAIN, "0") not in ("", "0")
+
+
+@contextmanager
+def plainly(wanted: bool = True) -> Iterator[None]:
+    """Within it, where `wanted`, neither what was selected nor DEFAULTS hold; what a caller names does."""
+    token = _plainly.set(wanted or _plainly.get())
+    try:
+        yield
+    finally:
+        _plainly.reset(token)
+
+
+def described(choices: Choices) -> str:
+    """Choices in a few words: "by cuda_graph, channels_last, 7 ops in place", or "plainly"."""
+    usual = Choices()
+    if choices == usual:
+        return "plainly"
+    parts = [f"by {choices.executor}"]
+    parts += [choices.layout] if choices.layout != usual.layout else []
+    parts += [f"guidance rows {choices.rows}"] if choices.rows != usual.rows else []
+    parts += [f"{len(choices.ops)} ops in place"] if choices.ops else []
+    parts += ["packed QKV"] if choices.packed_qkv else []
+    parts += [f"{op} by {name}" for op, name in choices.routes]
+    return ", ".join(parts)
+
+
+def applied(model: Model, width: int | None = None, height: int | None = None) -> Model:
+    """The model run as was chosen for pictures of this size (None: its default), else as DEFAULTS say.
+
+    Choices that a caller named are left alone. So are ops that were put in place by hand, unless something
+    was selected: of DEFAULTS only the executor holds then. Modules are shared and changed: what was put in
+    place here for another size is taken away again.
     """
     held = vars(model.unet).get(MARK)
     if _aside.get() or model.choices not in (Choices(), held):
         return model
-    found = find(model, width or model.defaults.width, height or model.defaults.height)
-    wanted = choices_from(found["choices"]) if found else Choices()
+    found = _selected(model, width or model.defaults.width, height or model.defaults.height)
+    wanted = choices_from(found["choices"]) if found else default(model.device.kind)
+    if not found and held is None and wanted != Choices() and _accelerated(model):
+        return replace(model, choices=Choices(executor=wanted.executor))
     if wanted != (held or Choices()):
         from clearway.models.accelerate import apply
 
@@ -134,7 +184,7 @@ def filled(request: Request, model: Model) -> Request:
     if _aside.get() or request.batch_size is not None or request.exact_batch or request.count == 1:
         return request
     defaults = model.defaults
-    found = find(model, request.width or defaults.width, request.height or defaults.height)
+    found = _selected(model, request.width or defaults.width, request.height or defaults.height)
     size = found.get("batch_size") if found else None
     return replace(request, batch_size=min(size, request.count)) if isinstance(size, int) else request
 
@@ -144,7 +194,7 @@ def tuned(model: Model, width: int, height: int) -> Mapping[str, Mapping[str, st
 
     None where its choices are not those of a selection: the device's own tables hold then.
     """
-    found = None if _aside.get() else find(model, width, height)
+    found = None if _aside.get() else _selected(model, width, height)
     if found is None or choices_from(found["choices"]) != model.choices:
         return None
     tables: Mapping[str, Mapping[str, str]] | None = found.get("tuned")
@@ -240,6 +290,26 @@ def sources() -> str:
     for path in sorted({path for pattern in SOURCES for path in PACKAGE.glob(pattern) if path.is_file()}):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _selected(model: Model, width: int, height: int) -> dict[str, Any] | None:
+    """The selection to run by: one that decided something, or that came to its end without doing so."""
+    found = None if plain() else find(model, width, height)
+    if found is None or choices_from(found["choices"]) != Choices() or found.get("batch_size"):
+        return found
+    return None if found.get("outcome", {}).get("complete") is False else found
+
+
+def _accelerated(model: Model) -> bool:
+    """Whether ops are in place in the model's networks already."""
+    from clearway.models._attention import Processor
+    from clearway.models._bound import Bound
+
+    return any(
+        isinstance(held.get("forward"), Bound) or isinstance(held.get("processor"), Processor)
+        for part in (model.unet, model.vae)
+        for held in map(vars, part.modules())
+    )
 
 
 def _machine(kind: str) -> dict[str, Any]:
