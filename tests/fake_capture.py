@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from typing import Any
 
@@ -17,14 +18,19 @@ class Recorder:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.warm_ups, self.captures = error, 0, 0
+        self.lock = threading.RLock()
 
     def absent(self, device: torch.device) -> str | None:
         return None
 
-    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+    def enter(self, buffers: Callable[[], Iterable[torch.Tensor]]) -> None:
+        pass
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> Any:
         for _ in range(times):
-            run()
+            output = run()
         self.warm_ups += times
+        return output
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.captures += 1

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clearway.execution.cuda_graph import CudaGraph, Pool, TorchCapture
+from clearway.execution.capture import TorchCapture
+from clearway.execution.cuda_graph import CudaGraph
 from clearway.execution.kept import Kept
+from clearway.execution.pool import Pool
 from clearway.ops import budget, contract
 from clearway.ops.attention import attention
 from clearway.ops.geglu import geglu
@@ -336,3 +338,46 @@ def test_on_a_device_a_replay_gives_what_the_network_gives(network: Network) -> 
                 expected = geglu(network.inner(x) + network.inner(context))
                 torch.testing.assert_close(run(x, context=context)[0], expected)
     assert run.routes == {"unet/cuda_graph": 9}
+
+
+def test_a_replay_that_gives_something_else_is_not_used() -> None:
+    """As where a kernel was not in the captured stream, or draws random numbers."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = Counter[str]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count["calls"] += 1
+            return x * self.count["calls"]
+
+    run = CudaGraph(module := Counting(), "unet", Counter(), Pool(Recorder()))
+    for _ in range(2):
+        before = module.count["calls"]
+        assert torch.equal(run(torch.ones(2)), torch.full((2,), float(module.count["calls"])))
+    assert module.count["calls"] == before + 1  # tried once
+    assert ["gives other values" in reason for reason in run.pool.reasons] == [True]
+
+
+def test_within_a_capture_another_executor_only_calls(network: Network) -> None:
+    inner = executor(network)
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            return inner(x, context=context)[0] + 1
+
+    run = CudaGraph(Outer(), "outer", Counter(), Pool(Recorder()))
+    for _ in range(2):
+        x, context = torch.randn(2, 4), torch.randn(2, 4)
+        expected = geglu(network.inner(x) + network.inner(context)) + 1
+        torch.testing.assert_close(run(x, context), expected, rtol=0, atol=0)
+    assert not inner.pool.graphs and not inner.routes and run.routes == {"outer/cuda_graph": 2}
+
+
+def test_the_callers_key_may_be_a_function(network: Network) -> None:
+    keys = iter(["one", "one", "two", "two"])
+    run = executor(network, key=lambda: next(keys))
+    run(torch.randn(2, 4), context=torch.randn(2, 4))  # asked before the capture and after it
+    run(torch.randn(2, 4), context=torch.randn(2, 4))
+    assert run.pool.captured == 2

@@ -1,9 +1,12 @@
 """The fingerprint changes with what a graph has baked in, and with nothing else."""
 
+import enum
+
+import pytest
 import torch
 from torch import nn
 
-from clearway.execution.fingerprint import Fingerprint
+from clearway.execution.fingerprint import MOVERS, Fingerprint
 
 
 def module() -> nn.Module:
@@ -106,3 +109,53 @@ def test_adapters_are_told_by_what_is_on_and_how_much() -> None:
         states.append(found.adapters())
     assert len(set(states)) == 4
     assert found.holds()  # a graph for each may be kept
+
+
+def test_another_class_or_an_enumeration_is_seen() -> None:
+    class Backend(enum.Enum):
+        ONE, TWO = 1, 2
+
+    class Other(nn.Linear):
+        pass
+
+    made = module()
+    before = Fingerprint(made)
+    made[0].__class__ = Other  # as token merging does
+    assert not before.holds()
+    made[0].backend = Backend.ONE
+    before = Fingerprint(made)
+    assert before.holds()
+    made[0].backend = Backend.TWO
+    assert not before.holds()
+
+
+def test_hooks_of_the_module_itself_count_where_it_is_called() -> None:
+    made = module()
+    found = Fingerprint(made)
+    made.register_forward_hook(lambda *_: None)
+    assert found.hooked() and not found.hooked(itself=False)
+    made[1].register_forward_hook(lambda *_: None)
+    assert found.hooked(itself=False)
+
+
+@pytest.mark.parametrize("key", sorted(MOVERS))
+def test_what_moves_weights_is_seen_anywhere(key: str) -> None:
+    made = module()
+    before = Fingerprint(made)
+    assert not before.moved
+    setattr(made[1], key, object())
+    assert not before.holds() and Fingerprint(made).moved
+
+
+def test_scales_that_are_tensors_are_told_by_place() -> None:
+    made = module()
+    made[0].__dict__.update(scaling={"style": torch.ones(())}, merged_adapters=[])
+    found = Fingerprint(made)
+    states = [found.adapters()]
+    made[0].scaling["style"].fill_(2)  # in place: a graph reads it
+    states.append(found.adapters())
+    made[0].scaling["style"] = torch.ones(())
+    states.append(found.adapters())
+    made[0].merged_adapters.append("style")
+    states.append(found.adapters())
+    assert states[0] == states[1] and len(set(states)) == 3

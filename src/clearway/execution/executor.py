@@ -14,9 +14,11 @@ from typing import Any
 from torch import nn
 
 from clearway.errors import RequestError, nearest
+from clearway.execution.capture import TorchCapture
 from clearway.execution.compiled import Compiled, Settings
-from clearway.execution.cuda_graph import CudaGraph, Pool, TorchCapture
+from clearway.execution.cuda_graph import CudaGraph
 from clearway.execution.eager import Eager
+from clearway.execution.pool import Pool
 from clearway.ops import contract
 
 EXECUTORS = ("eager", "compiled", "cuda_graph")
@@ -87,6 +89,11 @@ class Fixed:
         """What the executor says of itself under the name `name`."""
         told: list[str] = self.run.sentences(name)  # type: ignore[attr-defined]
         return told
+
+
+def automatic(kind: str) -> str:
+    """The executor for a device of `kind` where nobody named one."""
+    return "cuda_graph" if kind == "cuda" else "eager"
 
 
 def absent(name: str, kind: str) -> str | None:

@@ -9,6 +9,7 @@ the graph, hence a state of their own: a graph may be kept for each.
 from __future__ import annotations
 
 import copy
+import enum
 import hashlib
 from itertools import chain
 from operator import is_, itemgetter
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+MOVERS = {"_hf_hook", "_diffusers_hook"}
+"""Where Accelerate and Diffusers keep hooks of theirs on a module."""
+
 _CODE = ("forward", "processor", "_compiled_call_impl", "training")
 _ADAPTER_FACTS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora")
 """What PEFT's layers hold; a layer with one of the first or the fourth is taken for one."""
@@ -33,7 +37,8 @@ class Fingerprint:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
+        modules = self._modules = list(module.modules())
+        self._types = list(map(type, modules))
         self._vars = [vars(one) for one in modules]
         self._sizes = list(map(len, self._vars))
         self._held = [held[name] for held in self._vars for name in _HELD]
@@ -44,6 +49,10 @@ class Fingerprint:
         self._code = [(held, name, held[name]) for held in self._vars for name in _CODE if name in held]
         self._adapters = [held for held in self._vars if "scaling" in held or "merged_adapters" in held]
         self._settings = [found for one in modules for found in _settings(one)]
+        self._facts: list[Any] | None = None
+        self._hash = ""
+        self.moved = not all(map(MOVERS.isdisjoint, self._vars))
+        """Whether hooks of Accelerate or Diffusers, which may move weights or leave parts out, are in it."""
 
     def holds(self) -> bool:
         """Whether every module, forward, processor and weight is the same and lies where it lay."""
@@ -52,6 +61,7 @@ class Fingerprint:
             len(values) == len(self._values)
             and all(map(is_, values, self._values))
             and list(map(len, self._vars)) == self._sizes
+            and all(map(is_, map(type, self._modules), self._types))
             and list(map(_address, self._tensors)) == self._addresses
             and all(held.get(name) is value for held, name, value in self._code)
             and self._set_alike()
@@ -64,16 +74,31 @@ class Fingerprint:
         except (KeyError, RuntimeError):  # gone, or a tensor now
             return False
 
-    def hooked(self) -> bool:
-        """Whether somebody's forward hooks are at work in it, which a graph would leave out."""
-        return any(self._hooks) and not all(_records(hook) for held in self._hooks for hook in held.values())
+    def hooked(self, itself: bool = True) -> bool:
+        """Whether somebody's forward hooks are at work in it, which a graph would leave out.
+
+        Those at the module itself count where it is called and not, in `itself` False, a method of it.
+        """
+        hooks = self._hooks if itself else self._hooks[len(_HOOKS) :]
+        return any(hooks) and not all(_records(hook) for held in hooks for hook in held.values())
 
     def adapters(self) -> str:
         """A hash of which adapters are on, at which scales, and what of them is merged; "" without any."""
         if not self._adapters:
             return ""
-        facts = [[repr(held.get(name)) for name in _ADAPTER_FACTS] for held in self._adapters]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        facts = [_fact(held.get(name)) for held in self._adapters for name in _ADAPTER_FACTS]
+        if facts != self._facts:
+            self._facts = copy.deepcopy(facts)
+            self._hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return self._hash
+
+
+def _fact(value: Any) -> Any:
+    """A fact that may be compared without waiting for a device: a tensor (a scale that may be swapped) is
+    where it lies, since a graph reads it there."""
+    if type(value) is dict:
+        return {name: _address(one) if isinstance(one, Tensor) else one for name, one in value.items()}
+    return value
 
 
 def _settings(module: nn.Module) -> list[tuple[dict[str, Any], itemgetter[Any], Any]]:
@@ -97,7 +122,7 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, value))  # type: ignore[call-overload]
     if type(value) is dict:
         return all(map(_is_plain, value.values()))
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN or isinstance(value, enum.Enum)
 
 
 def _records(hook: Any) -> bool:

@@ -165,3 +165,8 @@ def within(frame: Frame) -> Iterator[None]:
         yield
     finally:
         _frame.reset(token)
+
+
+def inside() -> bool:
+    """Whether this is within somebody's `within`: a graph is being captured around it."""
+    return _frame.get() is not None

@@ -1,0 +1,137 @@
+"""What warms up, captures and replays: CUDA's own graphs, in memory that all graphs of a device share.
+
+One graph runs after the other and what it gave is copied before the next one runs, so the UNet's, the VAE's
+and the text encoders' graphs need the memory of the largest of them, not of all. A lock for the whole process
+and an order between streams keep it so for several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+APART = 0.02
+"""How far a replay may be from the call that it stands for, of the largest value: far above what another
+order of sums gives in half precision, far below what a kernel that was left out gives."""
+
+
+class Capture(Protocol):
+    """What warms up, captures and replays; a test gives one of its own."""
+
+    lock: threading.RLock
+    """Held while a graph is captured, or filled, replayed and read."""
+
+    def absent(self, device: torch.device) -> str | None:
+        """Why nothing can be captured on `device` now."""
+
+    def enter(self, buffers: Callable[[], Iterable[Tensor]]) -> None:
+        """What follows comes after all that was done with the graphs' memory before, in any stream; `buffers`
+        are the tensors outside of that memory that it will use."""
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> Any:
+        """Runs it off the current stream, which waits for it; what the last run gave."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """(replay, output): `replay` does again what `run` did, into the same output."""
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """What the graphs of one device share: a pool of memory and the stream that used it last."""
+
+    handle: Any = None
+    stream: Any = None
+    graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_LOCK = threading.RLock()
+_memories: dict[int, _Memory] = {}
+
+
+class TorchCapture:
+    """CUDA's own."""
+
+    def __init__(self) -> None:
+        self.lock = _LOCK
+
+    def absent(self, device: torch.device) -> str | None:
+        """Why nothing can be captured on `device` now."""
+        if device.type != "cuda":
+            return f"CUDA graphs are for CUDA devices, this is {device.type}"
+        if device.index not in (None, torch.cuda.current_device()):
+            return f"its arguments are on {device}, which is not the current device"
+        if torch.cuda.is_current_stream_capturing():
+            return "somebody else is capturing already"
+        return None
+
+    def enter(self, buffers: Callable[[], Iterable[Tensor]]) -> None:
+        """The current stream waits for the one that used the memory last, where that is another."""
+        memory, stream = _memory(), torch.cuda.current_stream()
+        if memory.stream is not None and memory.stream != stream:
+            stream.wait_stream(memory.stream)
+            for buffer in buffers():
+                buffer.record_stream(stream)
+        memory.stream = stream
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> Any:
+        """Runs it on a side stream, as capture wants: handles and workspaces are made here."""
+        stream, output = torch.cuda.Stream(), None  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                output = None  # not two of them at once
+                output = run()
+        torch.cuda.current_stream().wait_stream(stream)
+        return output
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """One graph in the device's memory for graphs; a failure leaves the stream and random numbers as they
+        were."""
+        memory, before = _memory(), torch.cuda.current_stream()
+        if not memory.graphs:  # a pool that all graphs have left cannot be entered again
+            memory.handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=memory.handle, capture_error_mode="thread_local"):
+                output = run()
+        except BaseException:
+            # where ending the capture raises too, torch.cuda.graph leaves its own stream current, and torch
+            # before 2.13 its random numbers waiting for the end
+            torch.cuda.set_stream(before)
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            with contextlib.suppress(RuntimeError):
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
+        memory.graphs.add(graph)
+        return graph.replay, output
+
+
+def _memory() -> _Memory:
+    return _memories.setdefault(torch.cuda.current_device(), _Memory())
+
+
+def agrees(found: Any, expected: Any) -> bool:
+    """Whether a replay gave what the call gave, as far as rounding goes; waits for the device."""
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return all(_alike(one, other) for one, other in pairs if isinstance(other, Tensor))
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    if expected.numel() == 0:
+        return True
+    finite = expected.isfinite()
+    apart = (found.float() - expected.float()).where(finite, 0).abs().max()
+    largest = expected.float().where(finite, 0).abs().max()
+    return bool((found.isfinite() == finite).all() & (apart <= APART * largest))

@@ -1,0 +1,163 @@
+"""Captured graphs, each with what it reads and was captured under, in a pool of bounded number."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearway.execution.capture import Capture
+from clearway.execution.fingerprint import Fingerprint
+from clearway.execution.kept import Frame
+from clearway.ops import budget
+
+GRAPHS = 6
+"""How many graphs a pool holds: two sizes of a picture with and without guidance, and two to spare."""
+
+_Seen = tuple[weakref.ref[Tensor], int | None, int]
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """One captured graph with what it reads, what it wrote and what it was captured under."""
+
+    replay: Callable[[], None]
+    output: Any
+    inputs: list[Tensor]
+    frame: Frame
+    sample: budget.Sample
+    routes: dict[str, int]
+    seen: list[_Seen | None]
+    before: list[_Seen | None]
+    replays: int = 0
+    turn: int = 0
+
+    def load(self, tensors: Sequence[Tensor], promised: Sequence[bool]) -> None:
+        """Copies the inputs in. One that is the same object with the same content as last time is left, so
+        that what was computed from it (Frame) need not be computed again."""
+        changed = []
+        for index, (mine, given) in enumerate(zip(self.inputs, tensors, strict=True)):
+            if _same(self.seen[index], given):
+                continue
+            mine.copy_(given)
+            self.before[index], self.seen[index] = self.seen[index], _seen(given, promised[index])
+            changed.append(mine)
+        self.frame.refresh(changed)
+
+    def keeps(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all that was computed from its inputs once holds for these."""
+        return all(_same(self.seen[index], tensors[index]) for index in self._sources())
+
+    def kept_before(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it held for these before what it holds for now: two take turns."""
+        return all(
+            _same(self.before[index], tensors[index]) or _same(self.seen[index], tensors[index])
+            for index in self._sources()
+        )
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The tensors outside of the graphs' memory that it reads and writes."""
+        yield from self.inputs
+        for held in self.frame.held.values():
+            yield from held.values
+
+    def _sources(self) -> list[int]:
+        """Which inputs something was computed from once."""
+        sources = {source for _, source in self.frame.held}
+        return [index for index, mine in enumerate(self.inputs) if id(mine) in sources]
+
+
+def _seen(given: Tensor, promised: bool) -> _Seen | None:
+    """What tells whether this tensor is given again unchanged; None where nothing does."""
+    if not given.is_inference():
+        return weakref.ref(given), given._version, given.data_ptr()
+    return (weakref.ref(given), None, given.data_ptr()) if promised else None
+
+
+def _same(before: _Seen | None, given: Tensor) -> bool:
+    return (
+        before is not None
+        and before[0]() is given
+        and before[1] == (None if given.is_inference() else given._version)
+        and before[2] == given.data_ptr()
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The graphs of one module, the least recently used of which goes when there are too many."""
+
+    backend: Capture
+    limit: int = GRAPHS
+    graphs: OrderedDict[Hashable, Graph] = field(default_factory=OrderedDict)
+    failed: dict[Hashable, str] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    captured: int = 0
+    evicted: int = 0
+    wasted: int = 0
+    turns: int = 0
+    _module: Fingerprint | None = None
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a graph is filled, replayed and read: its buffers are one for all threads."""
+        return self.backend.lock
+
+    def checked(self, owner: nn.Module | None) -> Fingerprint | None:
+        """The module's fingerprint; every graph goes where it is not what it was, since they would read
+        memory that was given back."""
+        if owner is None or (self._module is not None and self._module.holds()):
+            return self._module
+        self.clear()
+        self._module = Fingerprint(owner)
+        return self._module
+
+    def clear(self) -> None:
+        """Drops every graph and what is known of arguments that cannot be captured."""
+        self.evicted += len(self.graphs)
+        self.graphs.clear()
+        self.failed.clear()
+        self.wasted = 0
+
+    def find(self, key: Hashable, device: torch.device) -> Graph | None:
+        """The graph of a key, if it would still be captured alike."""
+        graph = self.graphs.get(key)
+        if graph is None:
+            return None
+        if not graph.sample.holds(budget.current(device).limit_bytes):
+            del self.graphs[key]
+            self.evicted += 1
+            return None
+        self.graphs.move_to_end(key)
+        return graph
+
+    def choose(
+        self, key: Hashable, device: torch.device, tensors: Sequence[Tensor]
+    ) -> tuple[Hashable, Graph | None]:
+        """(key, graph) for these inputs: of two that take turns (the halves of guidance, called one by one)
+        each has a graph, so that what is computed once from it stays. Without a graph the key to add one by.
+        """
+        graph, other = self.find(key, device), (key, "other")
+        if graph is None or graph.keeps(tensors):
+            return key, graph
+        twin = self.find(other, device)
+        if twin is None:
+            return (other, None) if graph.kept_before(tensors) else (key, graph)
+        if twin.keeps(tensors) or twin.turn < graph.turn:
+            return other, twin
+        return key, graph
+
+    def add(self, key: Hashable, graph: Graph) -> None:
+        """Keeps a graph, at the cost of the least recently used one where there are too many."""
+        self.graphs[key] = graph
+        self.captured += 1
+        while len(self.graphs) > self.limit:
+            _, gone = self.graphs.popitem(last=False)
+            self.evicted += 1
+            self.wasted = 0 if gone.replays > 1 else self.wasted + 1

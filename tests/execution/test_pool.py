@@ -1,0 +1,98 @@
+"""Two contexts that take turns have a graph each, so that what is computed from each stays."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clearway.execution.cuda_graph import CudaGraph
+from clearway.execution.kept import Kept
+from clearway.execution.pool import Pool
+from fake_capture import Recorder
+
+
+class Reader(nn.Module):
+    """x + what is kept of the context, counting how often that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept, self.made = nn.Linear(4, 4, bias=False), Kept(), Counter[str]()
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        def compute() -> tuple[Tensor]:
+            self.made["of a context"] += 1
+            return (self.inner(context),)
+
+        (read,) = self.kept.get(context, [self.inner.weight], compute)
+        return x + read
+
+
+@pytest.fixture
+def reader() -> Reader:
+    torch.manual_seed(0)
+    return Reader().requires_grad_(False)
+
+
+def made_by(run: CudaGraph, reader: Reader, contexts: list[Tensor]) -> list[int]:
+    """How often something was made from a context in each call; every call is compared."""
+    counts = []
+    for context in contexts:
+        before = reader.made["of a context"]
+        x = torch.randn(2, 4)
+        found = run(x, context)
+        counts.append(reader.made["of a context"] - before)
+        torch.testing.assert_close(found, x + reader.inner(context), rtol=0, atol=0)
+    return counts
+
+
+def test_two_that_take_turns_are_made_once(reader: Reader) -> None:
+    run = CudaGraph(reader, "unet", Counter(), Pool(Recorder()))
+    cond, uncond = torch.randn(2, 4), torch.randn(2, 4)
+    counts = made_by(run, reader, [cond, uncond] * 5)
+    assert counts[1] == 1 and counts[3:] == [0] * 7  # the third call sees that they take turns
+    assert run.pool.captured == 2
+    other = [torch.randn(2, 4), torch.randn(2, 4)]  # another prompt: into the same two graphs
+    assert made_by(run, reader, other * 3) == [1, 1, 0, 0, 0, 0]
+    assert run.pool.captured == 2
+
+
+def test_prompts_one_after_the_other_share_a_graph(reader: Reader) -> None:
+    run = CudaGraph(reader, "unet", Counter(), Pool(Recorder()))
+    prompts = [torch.randn(2, 4) for _ in range(4)]
+    counts = made_by(run, reader, [prompt for prompt in prompts for _ in range(3)])
+    assert counts[1:] == [0, 0, *[1, 0, 0] * 3]
+    assert run.pool.captured == 1
+
+
+def test_a_context_at_another_place_or_changed_in_place_is_another(reader: Reader) -> None:
+    run = CudaGraph(reader, "unet", Counter(), Pool(Recorder()))
+    context = torch.randn(2, 4)
+    made_by(run, reader, [context])
+    context.add_(1)
+    assert made_by(run, reader, [context, context]) == [1, 0]
+    context.data = torch.randn(2, 4)
+    assert made_by(run, reader, [context, context]) == [1, 0]
+
+
+def test_what_cannot_be_followed_is_computed_within_the_graph(reader: Reader) -> None:
+    """Tensors of inference mode: nothing tells whether they are what they were."""
+    run = CudaGraph(reader, "unet", Counter(), Pool(Recorder()))
+    with torch.inference_mode():
+        context = torch.randn(2, 4)
+        for _ in range(3):
+            made_by(run, reader, [context])
+            context.mul_(2)
+    (graph,) = run.pool.graphs.values()
+    assert not graph.frame.held
+
+
+def test_graphs_of_a_module_that_left_its_device_go(reader: Reader) -> None:
+    recorder = Recorder()
+    run = CudaGraph(reader, "unet", Counter(), Pool(recorder))
+    made_by(run, reader, [torch.randn(2, 4)])
+    assert len(run.pool.graphs) == 1
+    reader.double()  # as moved: its weights lie elsewhere
+    recorder.absent = lambda device: "it is no longer there"  # type: ignore[method-assign]
+    run(torch.randn(2, 4).double(), torch.randn(2, 4).double())
+    assert not run.pool.graphs
