@@ -226,7 +226,7 @@ def test_captured_graphs_of_an_accelerated_unet(
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     unet, routes = copy.deepcopy(unets["sdxl"]).requires_grad_(False).to(kind), Counter[str]()
-    accelerate(unet, packed_qkv=True)
+    accelerate(unet, executor="eager", packed_qkv=True)
     run = executor("cuda_graph", unet, "unet", routes, promised=("encoder_hidden_states",))
 
     def agree(given: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@ and `__call__` stay as they are, and state_dict knows nothing of it. deepcopy an
 from __future__ import annotations
 
 import functools
+import inspect
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Bound(functools.partial[Any]):
-    """`Bound(run, module)`: `run(module, *args)` in place of the forward of the module's class.
+    """`Bound(run, module, ...)`: `run(module, ..., *args)` in place of the forward of the module's class.
 
     A partial, so that torch.compile sees `run` itself: one frame of Python's for all kinds would share one
     cache of compiled code, and its limit.
@@ -26,7 +28,12 @@ class Bound(functools.partial[Any]):
 
     def give_way(self) -> None:
         """From now on the class's own forward runs, for somebody who still holds this."""
-        self.__setstate__((own, self.args, {}, None))  # type: ignore[attr-defined]
+        self.__setstate__((own, self.args[:1], {}, None))  # type: ignore[attr-defined]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The class's own, for those who look what a forward takes."""
+        return inspect.signature(MethodType(type(self.args[0]).forward, self.args[0]))
 
 
 def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ afterwards need no care; only inference is changed, since a gradient takes the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 
 from clearway.errors import RequestError, nearest
 from clearway.execution import EXECUTORS, forget
-from clearway.models import _attention, _dit, _fused_blocks
+from clearway.models import _attention, _dit, _executors, _fused_blocks
 from clearway.models._bound import Bound, occupied, plain, plain_weight
+from clearway.models._report import Report
 from clearway.models.chosen import MARK
 from clearway.models.model import Model
 from clearway.types import Choices
@@ -45,36 +46,6 @@ _STRIDES = "_clearway_strides"
 _PACKED = "_clearway_packed"
 _TOKENS = "_get_output_for_continuous_inputs"
 """The method of Transformer2DModel that makes an image of tokens again."""
-_SHOWN = 3
-
-
-@dataclass
-class Report:
-    """What `accelerate` and `restore` did: module names by what was put there, and by why they were left."""
-
-    placed: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, list[str]] = field(default_factory=dict)
-
-    def place(self, what: str, name: str) -> None:
-        """Notes that `what` was put at the module called `name`."""
-        self.placed.setdefault(what, []).append(name)
-
-    def leave(self, reason: str, name: str) -> None:
-        """Notes why the module called `name` was left alone."""
-        self.left.setdefault(reason, []).append(name)
-
-    def __str__(self) -> str:
-        lines = [f"{what}: {_named(names)}" for what, names in sorted(self.placed.items())]
-        lines += [f"left alone, {reason}: {_named(names)}" for reason, names in self.left.items()]
-        return "\n".join(lines) or "nothing here that an op is put in place of"
-
-
-def _named(names: list[str]) -> str:
-    """How many in which part, or, of a few, which."""
-    if len(names) <= _SHOWN:
-        return ", ".join(names)
-    parts = [name.partition(".")[0] for name in names]
-    return ", ".join(f"{parts.count(part)} in {part}" for part in dict.fromkeys(parts))
 
 
 @torch.inference_mode(False)  # weights that are laid out in it stay marked by it
@@ -82,14 +53,18 @@ def accelerate(
     target: Any,
     ops: Iterable[str] = EVERY,
     *,
+    executor: str = _executors.AUTO,
     layout: str | None = "channels_last",
     packed_qkv: bool = False,
 ) -> Report:
-    """Puts `ops` in place in `target` and lays its convolutions' weights out; the report says where.
+    """Puts `ops` and an executor in place in `target` and lays its convolutions' weights out; the report says
+    where, and later what ran.
 
     `target`: a Diffusers pipeline, a module (UNet2DConditionModel, AutoencoderKL, ...) or a Model. What was
-    put there before is taken away first. `layout` None leaves memory as it is. Raises RequestError for a
-    target, op or layout that is none of these.
+    put there before is taken away first. `executor` runs the UNet or transformer, ControlNets, the VAE's
+    decoder and the text encoders: "auto" is captured CUDA graphs on CUDA devices and nothing elsewhere; a
+    Model is run as its choices say. `layout` None leaves memory as it is. Raises RequestError for a target,
+    op, executor or layout that is none of these.
     """
     chosen = tuple(ops)
     for name in chosen:
@@ -97,6 +72,15 @@ def accelerate(
             raise RequestError(f"op {name!r} cannot be put in place; nearest: {nearest(name, EVERY)}")
     if layout is not None and layout not in LAYOUTS:
         raise RequestError(f"layout {layout!r} is not known; it is one of {', '.join(LAYOUTS)}")
+    if executor not in _executors.CHOICES:
+        raise RequestError(
+            f"executor {executor!r} is not known; it is one of {', '.join(_executors.CHOICES)}"
+        )
+    if isinstance(target, Model) and executor != _executors.AUTO:
+        raise RequestError(
+            f"executor {executor!r} was asked for and a Model is run as its choices say; "
+            "a Diffusers pipeline or a module takes it"
+        )
     parts = list(_parts(target))
     restore(target)
     report = Report()
@@ -104,6 +88,8 @@ def accelerate(
         _place(label, part, chosen, layout, packed_qkv, isinstance(target, Model), report)
         if layout == "channels_last" and _has_images(part):
             _channels_last(label, part, report)
+        if not isinstance(target, Model):
+            _executors.place(label, part, executor, report)
     return report
 
 
@@ -119,7 +105,6 @@ def restore(target: Any) -> Report:
         for name, module in _walk(label, part):
             _take_away(name, module, report)
         part.__dict__.pop(MARK, None)
-        forget(part)
     return report
 
 
@@ -294,6 +279,7 @@ def _channels_last(label: str, part: nn.Module, report: Report) -> None:
 
 def _take_away(name: str, module: nn.Module, report: Report) -> None:
     held = module.__dict__
+    forget(module)
     forward = held.get("forward")
     if isinstance(forward, Bound):
         del held["forward"]
