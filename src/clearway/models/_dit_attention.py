@@ -49,6 +49,7 @@ class FluxProcessor(Processor):
     def __init__(self, stock: Any = None, rotate: bool = True) -> None:
         super().__init__(stock)
         self.rotate = rotate
+        self.backend = self.stock._attention_backend
 
     @staticmethod
     def usual() -> type[Any]:
@@ -59,12 +60,13 @@ class FluxProcessor(Processor):
 
     @property
     def _attention_backend(self) -> Any:
-        """Set by `set_attention_backend`: at the processor that it is meant for, which then runs."""
-        return self.stock._attention_backend
+        """Set by `set_attention_backend`: at the processor that it is meant for, which then runs; and here,
+        where a captured graph looks for what has changed."""
+        return self.backend
 
     @_attention_backend.setter
     def _attention_backend(self, backend: Any) -> None:
-        self.stock._attention_backend = backend
+        self.backend = self.stock._attention_backend = backend
 
     @property
     def _parallel_config(self) -> Any:
