@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from clearway.execution.fingerprint import MOVERS, Fingerprint
+from clearway.execution.fingerprint import Fingerprint, moves
 
 
 def module() -> nn.Module:
@@ -138,13 +138,38 @@ def test_hooks_of_the_module_itself_count_where_it_is_called() -> None:
     assert found.hooked(itself=False)
 
 
-@pytest.mark.parametrize("key", sorted(MOVERS))
+@pytest.mark.parametrize("key", ["_diffusers_hook", "_hf_hook"])
 def test_what_moves_weights_is_seen_anywhere(key: str) -> None:
     made = module()
     before = Fingerprint(made)
     assert not before.moved
     setattr(made[1], key, object())
     assert not before.holds() and Fingerprint(made).moved
+
+
+def test_a_registry_without_hooks_moves_nothing() -> None:
+    """Diffusers' pipelines of transformers leave one at the network."""
+    from diffusers.hooks.hooks import HookRegistry, ModelHook
+
+    made = module()
+    registry = HookRegistry.check_if_exists_or_initialize(made[1])
+    assert not moves(vars(made[1]))
+    before = Fingerprint(made)
+    assert not before.moved
+    registry.register_hook(ModelHook(), "any")
+    assert moves(vars(made[1])) and not before.holds() and Fingerprint(made).moved
+    registry.remove_hook("any")
+    assert not moves(vars(made[1]))
+
+
+def test_what_a_processor_is_given_afterwards_is_seen() -> None:
+    """`set_attention_backend` makes an attribute of what was the class's."""
+    made = module()
+    made[0].processor = processor = type("Processor", (), {"_attention_backend": None})()
+    before = Fingerprint(made)
+    assert before.holds()
+    processor._attention_backend = "flash"
+    assert not before.holds()
 
 
 def test_scales_that_are_tensors_are_told_by_place() -> None:

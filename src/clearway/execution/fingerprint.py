@@ -19,9 +19,6 @@ from torch import Tensor, nn
 
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-MOVERS = {"_hf_hook", "_diffusers_hook"}
-"""Where Accelerate and Diffusers keep hooks of theirs on a module."""
-
 _CODE = ("forward", "processor", "_compiled_call_impl", "training")
 _ADAPTER_FACTS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora")
 """What PEFT's layers hold; a layer with one of the first or the fourth is taken for one."""
@@ -40,7 +37,9 @@ class Fingerprint:
         modules = self._modules = list(module.modules())
         self._types = list(map(type, modules))
         self._vars = [vars(one) for one in modules]
-        self._sizes = list(map(len, self._vars))
+        processors = [getattr(held.get("processor"), "__dict__", None) for held in self._vars]
+        self._grown = [*self._vars, *(held for held in processors if held is not None)]
+        self._sizes = list(map(len, self._grown))
         self._held = [held[name] for held in self._vars for name in _HELD]
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
@@ -51,7 +50,7 @@ class Fingerprint:
         self._settings = [found for one in modules for found in _settings(one)]
         self._facts: list[Any] | None = None
         self._hash = ""
-        self.moved = not all(map(MOVERS.isdisjoint, self._vars))
+        self.moved = any(map(moves, self._vars))
         """Whether hooks of Accelerate or Diffusers, which may move weights or leave parts out, are in it."""
 
     def holds(self) -> bool:
@@ -60,7 +59,7 @@ class Fingerprint:
         return (
             len(values) == len(self._values)
             and all(map(is_, values, self._values))
-            and list(map(len, self._vars)) == self._sizes
+            and list(map(len, self._grown)) == self._sizes
             and all(map(is_, map(type, self._modules), self._types))
             and list(map(_address, self._tensors)) == self._addresses
             and all(held.get(name) is value for held, name, value in self._code)
@@ -91,6 +90,13 @@ class Fingerprint:
             self._facts = copy.deepcopy(facts)
             self._hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         return self._hash
+
+
+def moves(held: dict[str, Any]) -> bool:
+    """Whether hooks of Accelerate or Diffusers are at a module of these attributes. Pipelines of transformers
+    (`cache_context`) leave a registry at them which holds none."""
+    registry = held.get("_diffusers_hook")
+    return "_hf_hook" in held or bool(getattr(registry, "hooks", registry))
 
 
 def _fact(value: Any) -> Any:

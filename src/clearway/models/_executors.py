@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clearway.execution import EXECUTORS, automatic, executor
 from clearway.execution.compiled import REGIONS
-from clearway.execution.fingerprint import MOVERS
+from clearway.execution.fingerprint import moves
 from clearway.models._bound import Bound, occupied, own
 from clearway.models._report import Ran, Report
 
@@ -40,7 +40,7 @@ def place(label: str, part: nn.Module, name: str, report: Report) -> None:
         report.leave("run as it is: it is compiled", label)
     for found, module in _called(label, part):
         reason = occupied(module)
-        if reason is None and not MOVERS.isdisjoint(part.__dict__):
+        if reason is None and moves(part.__dict__):
             reason = MOVED
         if reason is None and name == "compiled" and not _regions(module):
             reason = "no block of it repeats that torch.compile could take"
@@ -67,7 +67,7 @@ def forward(
     wanted = automatic(given.device.type) if name == AUTO and given is not None else name
     if given is None or wanted in (AUTO, "eager"):
         return _plainly(module, label, ran, args, kwargs)
-    if not MOVERS.isdisjoint(part.__dict__):
+    if moves(part.__dict__):
         ran.reasons[MOVED] += 1
         return _plainly(module, label, ran, args, kwargs)
     run = executor(wanted, MethodType(type(module).forward, module), label, ran.calls, key=backend)
