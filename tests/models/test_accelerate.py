@@ -323,6 +323,52 @@ def test_a_wrapper_that_keeps_its_inner_elsewhere_is_found(unets: dict[str, Any]
     assert len(names) == 2
 
 
+@pytest.mark.parametrize("name", ["unet", "vae"])
+def test_diffusers_may_take_the_processors_away(folders: dict[str, Path], name: str) -> None:
+    """Its set_default_attn_processor refuses classes that it does not know."""
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    part_ = part(folders["sd1"], name)
+    before = marks(part_)
+    accelerate(part_)
+    part_.set_default_attn_processor()
+    assert {type(one) for one in part_.attn_processors.values()} == {AttnProcessor}
+    accelerate(part_)  # what it set is another's: left alone, and set again as it likes
+    part_.set_default_attn_processor()
+    restore(part_)
+    part_.set_attn_processor(AttnProcessor2_0())
+    assert [mark[:3] for mark in marks(part_)] == [mark[:3] for mark in before]
+
+
+def test_what_diffusers_does_with_processors_works_as_before(unets: dict[str, Any]) -> None:
+    def sliced(unet: Any) -> None:
+        unet.set_attention_slice("max")
+
+    def fused(unet: Any) -> None:
+        unet.fuse_qkv_projections()
+
+    def fused_and_back(unet: Any) -> None:
+        unet.fuse_qkv_projections()
+        unet.unfuse_qkv_projections()
+
+    def default(unet: Any) -> None:
+        unet.set_default_attn_processor()
+
+    def saved(unet: Any) -> None:
+        processors = unet.attn_processors
+        unet.set_default_attn_processor()
+        unet.set_attn_processor(processors)
+
+    for change in (sliced, fused, fused_and_back, default, saved):
+        unet, twin = copy.deepcopy(unets["sd1"]), copy.deepcopy(unets["sd1"])
+        accelerate(unet, packed_qkv=True)
+        for one in (unet, twin):
+            change(one)
+        given = inputs(unet, 2, 8, 8)
+        with torch.no_grad():
+            close(unet(**given)[0], twin(**given)[0])
+
+
 def test_packed_weights_come_apart_where_the_processor_is_gone(unets: dict[str, Any]) -> None:
     from diffusers.models.attention_processor import AttnProcessor
 

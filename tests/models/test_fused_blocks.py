@@ -1,5 +1,6 @@
 """Each forward that is put in place against its class's own, at every branch of it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
-from torch import nn
+from torch import Tensor, nn
 
 from clearway.models import _fused_blocks
 from clearway.models._bound import Bound
@@ -167,14 +168,68 @@ def test_single_layers() -> None:
     agree(norm, _fused_blocks.group_norm, torch.randn(3, 8), fused=False)
 
 
+class Ending(nn.Module):
+    """The end of a UNet or a VAE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_norm_out, self.conv_act = nn.GroupNorm(4, 8), nn.SiLU()
+        nn.init.normal_(self.conv_norm_out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ended: Tensor = self.conv_act(self.conv_norm_out(x))
+        return ended
+
+
+def fused(owner: Ending) -> Ending:
+    owner.conv_norm_out.forward = Bound(_fused_blocks.last_norm, owner.conv_norm_out, owner)
+    owner.conv_act.forward = Bound(_fused_blocks.nothing, owner.conv_act, owner)
+    return owner
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 def test_the_last_norm_and_its_activation_are_one_or_both_their_own(gradient: bool) -> None:
-    norm, activation = nn.GroupNorm(4, 8), nn.SiLU()
+    owner = Ending()
     x = X.clone().requires_grad_(gradient)
-    expected = activation(norm(x))
-    norm.forward = Bound(_fused_blocks.last_norm, norm)
-    activation.forward = Bound(_fused_blocks.nothing, activation)
+    expected = owner(x)
+    fused(owner)
     routes: dict[str, int] = {}
     with torch.set_grad_enabled(gradient), contract.recording(routes):
-        torch.testing.assert_close(activation(norm(x)), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(owner(x), expected, rtol=1e-5, atol=1e-5)
     assert routes == ({} if gradient else {"group_norm_silu/reference": 1})
+
+
+def _hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, out: out * 2 + 1)
+
+
+def _before(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda module, args: (args[0] * 2 + 1,))
+
+
+CHANGES: dict[str, Callable[[Ending], Any]] = {
+    "a hook on the norm": lambda owner: _hooked(owner.conv_norm_out),
+    "a hook before the norm": lambda owner: _before(owner.conv_norm_out),
+    "a hook on the activation": lambda owner: _hooked(owner.conv_act),
+    "a hook before the activation": lambda owner: _before(owner.conv_act),
+    "another activation": lambda owner: setattr(owner, "conv_act", nn.Tanh()),
+    "another norm": lambda owner: setattr(owner, "conv_norm_out", nn.Identity()),
+    "no activation": lambda owner: setattr(owner, "conv_act", nn.Identity()),
+    "a forward around the activation's": lambda owner: setattr(
+        owner.conv_act, "forward", functools.partial(owner.conv_act.forward)
+    ),
+    "a forward around the norm's": lambda owner: setattr(
+        owner.conv_norm_out, "forward", functools.partial(owner.conv_norm_out.forward)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_at_the_end_later_is_noticed(change: str) -> None:
+    owner, twin = Ending(), Ending()
+    twin.load_state_dict(owner.state_dict())
+    fused(owner)
+    for one in (owner, twin):
+        CHANGES[change](one)
+    with torch.no_grad():
+        torch.testing.assert_close(owner(X), twin(X), rtol=1e-5, atol=1e-5)

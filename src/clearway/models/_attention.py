@@ -114,6 +114,15 @@ class Processor:
         return self._one
 
 
+def default(part: Any) -> None:
+    """What `set_default_attn_processor` of a Diffusers model does, which knows no Processor."""
+    for module in part.modules():
+        processor = module.__dict__.get("processor")
+        if isinstance(processor, Processor):
+            module.processor = processor.stock
+    type(part).set_default_attn_processor(part)
+
+
 @functools.cache
 def _listen() -> None:
     """From now on a projection put in the place of another makes its attention forget keys and values.

@@ -54,13 +54,12 @@ def plain(module: Any, kind: type[nn.Module]) -> bool:
 
     Only such a one may be computed without being called.
     """
-    return (
-        type(module) is kind
-        and not _replaced(module)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and module._compiled_call_impl is None
-    )
+    return type(module) is kind and not _replaced(module) and unheard(module)
+
+
+def unheard(module: nn.Module) -> bool:
+    """Whether a call of the module is its forward and nothing else."""
+    return not module._forward_hooks and not module._forward_pre_hooks and module._compiled_call_impl is None
 
 
 def occupied(module: nn.Module) -> str | None:

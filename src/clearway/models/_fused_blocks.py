@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearway.models._bound import needs_gradient, own, plain, plain_weight
+from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight, unheard
 from clearway.ops.geglu import geglu
 from clearway.ops.group_norm_silu import group_norm_silu
 from clearway.ops.layer_norm import layer_norm
@@ -217,13 +217,25 @@ def group_norm(norm: Any, x: Tensor) -> Any:
     return _norm(norm, x, activation=False)
 
 
-def last_norm(norm: Any, x: Tensor) -> Any:
-    """conv_norm_out with the SiLU of conv_act, which `nothing` then leaves out."""
+def last_norm(norm: Any, owner: nn.Module, x: Tensor) -> Any:
+    """conv_norm_out of `owner` with the SiLU of its conv_act, which `nothing` then leaves out."""
     if needs_gradient(norm, x):
         return own(norm, x)
-    return _norm(norm, x)
+    return _norm(norm, x, activation=_end_together(owner, norm))
 
 
-def nothing(activation: Any, x: Tensor) -> Any:
-    """conv_act after `last_norm`: done already, unless a gradient made that hand over."""
-    return own(activation, x) if torch.is_grad_enabled() and x.requires_grad else x
+def nothing(activation: Any, owner: nn.Module, x: Tensor) -> Any:
+    """conv_act after `last_norm`: done, unless that could not know or a gradient made it hand over."""
+    alone = torch.is_grad_enabled() and x.requires_grad
+    return own(activation, x) if alone or not _end_together(owner) else x
+
+
+def _end_together(owner: nn.Module, norm: Any = None) -> bool:
+    """Whether what stands at both places is what was put there, and nobody listens between them."""
+    last, activation = (owner._modules.get(name) for name in ("conv_norm_out", "conv_act"))
+    return (norm is None or norm is last) and _stands(last, last_norm) and _stands(activation, nothing)
+
+
+def _stands(module: nn.Module | None, run: Any) -> bool:
+    forward = None if module is None else module.__dict__.get("forward")
+    return isinstance(forward, Bound) and forward.func is run and unheard(forward.args[0])

@@ -46,6 +46,8 @@ _STRIDES = "_clearway_strides"
 _PACKED = "_clearway_packed"
 _TOKENS = "_get_output_for_continuous_inputs"
 """The method of Transformer2DModel that makes an image of tokens again."""
+_DEFAULT = "set_default_attn_processor"
+"""The method of Diffusers' models that takes away processors, and refuses those that it does not know."""
 
 
 @torch.inference_mode(False)  # weights that are laid out in it stay marked by it
@@ -170,6 +172,8 @@ def _place(
     modules = list(_walk(label, part))
     for name, module in modules:
         kind = type(module)
+        if "attention" in ops and hasattr(kind, _DEFAULT):
+            module.__dict__[_DEFAULT] = Bound(_attention.default, module)
         if _dit.place(name, module, ops, _bind, report):
             continue
         if kind is ResnetBlock2D and "group_norm_silu" in ops:
@@ -203,8 +207,9 @@ def _place(
         if last is not None and plain(last, nn.GroupNorm) and plain(activation, nn.SiLU):
             assert activation is not None
             within.add(id(last))
-            _bind(f"{name}.conv_norm_out", last, "group_norm_silu", _fused_blocks.last_norm, None, report)
-            _stand_in(activation, _fused_blocks.nothing)
+            _stand_in(last, _fused_blocks.last_norm, module)
+            _stand_in(activation, _fused_blocks.nothing, module)
+            report.place("group_norm_silu", f"{name}.conv_norm_out")
     for name, module in modules:
         if type(module) is nn.GroupNorm and id(module) not in within:
             _bind(name, module, "group_norm", _fused_blocks.group_norm, None, report)
@@ -223,8 +228,8 @@ def _bind(
     return True
 
 
-def _stand_in(module: nn.Module, run: Callable[..., Any]) -> None:
-    bound = Bound(run, module)
+def _stand_in(module: nn.Module, run: Callable[..., Any], *more: Any) -> None:
+    bound = Bound(run, module, *more)
     bound.before = module.__dict__.get("forward")
     module.forward = bound
 
@@ -280,6 +285,9 @@ def _channels_last(label: str, part: nn.Module, report: Report) -> None:
 def _take_away(name: str, module: nn.Module, report: Report) -> None:
     held = module.__dict__
     forget(module)
+    for method in (_TOKENS, _DEFAULT):
+        if isinstance(held.get(method), Bound):
+            del held[method]
     forward = held.get("forward")
     if isinstance(forward, Bound):
         del held["forward"]
@@ -289,8 +297,6 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
     elif (inner := _wrapped(module)) is not None:
         inner.give_way()
         report.leave("its forward was wrapped since; it calls the class's own from now on", name)
-    if isinstance(held.get(_TOKENS), Bound):
-        del held[_TOKENS]
     processor = held.get("processor")
     if isinstance(processor, _attention.Processor | _dit.Processor):
         held["processor"] = processor.stock
