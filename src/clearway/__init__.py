@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from clearway.request import Request
     from clearway.result import Result
     from clearway.types import Defaults, PicturesDone, Precision, StageDone, StepDone
+    from clearway.warmup import warm_up
 
 _HOMES = {
     "generate": "clearway.pipeline",
@@ -34,6 +35,7 @@ _HOMES = {
     "Model": "clearway.models.model",
     "Request": "clearway.request",
     "Result": "clearway.result",
+    "warm_up": "clearway.warmup",
     "save": "clearway.image",
     "read_metadata": "clearway.image",
     "Precision": "clearway.types",
@@ -68,6 +70,7 @@ __all__ = [
     "restore",
     "sampling",
     "save",
+    "warm_up",
 ]
 
 

@@ -30,7 +30,12 @@ from clearway.types import Choices, OnEvent, PicturesDone, StepDone
 
 SAMPLER_OPTIONS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax")
 SCHEDULE_OPTIONS = ("sigma_min", "sigma_max", "rho")
-NAMES = {"text_encoder_2": "the second text encoder", "unet": "the UNet", "vae": "the VAE"}
+NAMES = {
+    "text_encoder": "the text encoder",
+    "text_encoder_2": "the second text encoder",
+    "unet": "the UNet",
+    "vae": "the VAE",
+}
 """What notes call a part of a model."""
 
 
@@ -200,11 +205,7 @@ class _Runner:
 
     def sentences(self) -> tuple[str, ...]:
         """What did not run as it was meant to, and why."""
-        return tuple(
-            told
-            for part, run in self.made.items()
-            for told in run.sentences(NAMES.get(part, "the text encoder"))
-        )
+        return tuple(told for part, run in self.made.items() for told in run.sentences(NAMES[part]))
 
 
 def _given(request: Request, names: tuple[str, ...]) -> dict[str, float]:

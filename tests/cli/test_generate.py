@@ -209,7 +209,7 @@ def test_an_absent_device_is_code_3(draw, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_existing_file_is_refused_before_drawing(draw, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.png").write_bytes(b"mine")
-    monkeypatch.setattr(command, "_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(command, "loaded", lambda *_: pytest.fail("a model was loaded"))
     code, _, err = draw("x", *FAST, "--output", "a.png")
     assert code == 2 and "a.png" in err
     assert Path("a.png").read_bytes() == b"mine"

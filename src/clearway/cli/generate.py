@@ -12,7 +12,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearway.cli.options import add_request_options, names_dtypes, precision_from, request_from, with_adopted
+from clearway.cli.options import (
+    add_plain,
+    add_request_options,
+    names_dtypes,
+    precision_from,
+    request_from,
+    with_adopted,
+)
 from clearway.cli.output import print_json, say
 from clearway.cli.progress import Progress, stoppable
 from clearway.errors import ClearwayError, RequestError
@@ -39,6 +46,7 @@ def add(commands: Any) -> None:
         "prompt", nargs="?", metavar="PROMPT", help='what to draw; "(word:1.2)" stresses a word'
     )
     add_request_options(parser)
+    add_plain(parser)
     out = parser.add_argument_group("output")
     out.add_argument(
         "-o", "--output", metavar="FILE|DIR", default=None, help=f"where to (the folder {FOLDER})"
@@ -47,11 +55,6 @@ def add(commands: Any) -> None:
     out.add_argument("--evidence", action="store_true", help="also write machine, routes and times into it")
     out.add_argument("--from", dest="source", metavar="FILE", help="repeat this picture; options change it")
     out.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="run the networks plainly, neither as was selected nor by the device's default",
-    )
     parser.set_defaults(run=run)
 
 
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     with stoppable() as stop, Progress() as progress, chosen.plainly(args.plain):
         begun = time.perf_counter()
-        model = _model(args, repeated)
+        model = loaded(args, repeated)
         load_ms = (time.perf_counter() - begun) * 1000
         if repeated is None:
             request = with_adopted(request, args, model)
@@ -134,8 +137,8 @@ def _read(source: str) -> str:
     return found.infotext
 
 
-def _model(args: argparse.Namespace, repeated: str | None) -> Model:
-    """The model that was named, or the one that the repeated picture names."""
+def loaded(args: argparse.Namespace, repeated: str | None = None) -> Model:
+    """The model that was named, or the one that the repeated picture names, on the device that was."""
     from clearway import infotext
     from clearway.device import pick
     from clearway.models import load

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from clearway import __version__
-from clearway.cli import bench, doctor, generate, info, models, ops, profile, report, samplers, select
+from clearway.cli import bench, doctor, generate, info, models, ops, profile, report, samplers, select, warmup
 from clearway.cli.output import prepare_streams, say
 from clearway.errors import ClearwayError, RequestError
 from clearway.ops import workarounds
 
-COMMANDS = (generate, models, samplers, info, doctor, ops, profile, bench, report, select)
+COMMANDS = (generate, models, samplers, info, doctor, warmup, ops, profile, bench, report, select)
 INTERRUPTED = 130
 SPIN_COUNT = "5000"  # measured in bench/results/cpu/spin_count.jsonl
 

@@ -25,7 +25,7 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--negative", dest="negative_prompt", metavar="TEXT", help="what to keep out of it")
     add("--width", type=int, metavar="PX", help="multiple of 8")
     add("--height", type=int, metavar="PX", help="multiple of 8")
-    add("--size", type=_size, metavar="WxH", help="both sides at once, e.g. 512x768")
+    add("--size", type=size, metavar="WxH", help="both sides at once, e.g. 512x768")
     add("--steps", type=int, metavar="N", help="sampling steps")
     add(
         "--cfg-scale",
@@ -91,6 +91,15 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     add("--tf32", action=argparse.BooleanOptionalAction, default=None, help="TF32 for float32 work on CUDA")
     add("--local-files-only", action="store_true", help="never ask a hub, use what was downloaded before")
     add("--allow-pickle", action="store_true", help="read .ckpt and .bin files too, weights only")
+
+
+def add_plain(parser: argparse.ArgumentParser) -> None:
+    """Adds --plain, for `chosen.plainly`."""
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="run the networks plainly, neither as was selected nor by the device's default",
+    )
 
 
 def request_from(args: argparse.Namespace, repeated: str | None = None) -> Request:
@@ -177,7 +186,8 @@ def with_adopted(request: Request, args: argparse.Namespace, model: Model) -> Re
     return replace(request, **left_open)
 
 
-def _size(text: str) -> tuple[int, int]:
+def size(text: str) -> tuple[int, int]:
+    """(width, height) of "512x768"; argparse's error where it is none."""
     width, sign, height = text.lower().partition("x")
     if not (sign and text.isascii() and width.strip().isdigit() and height.strip().isdigit()):
         raise argparse.ArgumentTypeError(f"size {text!r:.40} is not WIDTHxHEIGHT, e.g. 512x768")

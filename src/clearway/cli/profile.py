@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clearway.cli import generate as drawing
-from clearway.cli.options import add_request_options, request_from, with_adopted
+from clearway.cli.options import add_plain, add_request_options, request_from, with_adopted
 from clearway.cli.output import print_json, say
 from clearway.cli.progress import stoppable
 from clearway.errors import RequestError
@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to draw")
     add_request_options(parser)
+    add_plain(parser)
     out = parser.add_argument_group("output")
     out.add_argument(
         "-o", "--output", metavar="FILE|DIR", help="keep the pictures (they are saved and dropped)"
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; exit code 0, or what the error says."""
     from clearway import image
     from clearway.measure import trace
+    from clearway.models import chosen
     from clearway.pipeline import check
 
     repeated = drawing._read(args.source) if args.source is not None else None
@@ -68,9 +70,13 @@ def run(args: argparse.Namespace) -> int:
         trace.check_target(args.trace)
     kept: list[Path] = []
 
-    with tempfile.TemporaryDirectory(prefix="clearway-profile-") as spare, stoppable() as stop:
+    with (
+        tempfile.TemporaryDirectory(prefix="clearway-profile-") as spare,
+        stoppable() as stop,
+        chosen.plainly(args.plain),
+    ):
         begun = time.perf_counter()
-        model = drawing._model(args, repeated)
+        model = drawing.loaded(args, repeated)
         load_ms = (time.perf_counter() - begun) * 1000
         gc.freeze()
         if repeated is None:

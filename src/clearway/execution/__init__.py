@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from clearway.execution.eager import Eager
-from clearway.execution.executor import EXECUTORS, automatic, executor, forget
+from clearway.execution.executor import EXECUTORS, automatic, executor, forget, pools
 
-__all__ = ["EXECUTORS", "Eager", "automatic", "executor", "forget"]
+__all__ = ["EXECUTORS", "Eager", "automatic", "executor", "forget", "pools"]

@@ -113,6 +113,12 @@ def forget(module: nn.Module) -> None:
     module.__dict__.pop(_BUILT, None)
 
 
+def pools(module: nn.Module) -> list[Pool]:
+    """The pools of graphs that executors made for a module and its methods."""
+    built = module.__dict__.get(_BUILT)
+    return [one for one in built.held.values() if isinstance(one, Pool)] if built else []
+
+
 def owner_of(run: Callable[..., Any]) -> nn.Module | None:
     """The module that is called, or whose method is."""
     owner = run if isinstance(run, nn.Module) else getattr(run, "__self__", None)
