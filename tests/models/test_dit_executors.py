@@ -82,7 +82,7 @@ def test_what_is_set_afterwards_is_captured_anew() -> None:
         for number, change in enumerate(
             (
                 lambda: model.transformer_blocks[0].attn.set_attention_backend("_native_math"),
-                lambda: registry.set_active_backend(type(before)("_native_math")),
+                lambda: setattr(registry, "_active_backend", type(before)("_native_math")),
                 lambda: model.fuse_qkv_projections(),
                 lambda: model.single_transformer_blocks[0].attn.set_processor(other_processor()),
             ),
@@ -95,7 +95,7 @@ def test_what_is_set_afterwards_is_captured_anew() -> None:
                 assert recorder.captures == number
             finally:
                 if number > 2:
-                    registry.set_active_backend(before)
+                    registry._active_backend = before
 
 
 def other_processor() -> Any:
