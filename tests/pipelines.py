@@ -81,6 +81,37 @@ def controlnet(unet: Any, seed: int) -> Any:
     return net.requires_grad_(False)
 
 
+def lora(unet: Any, seed: int) -> dict[str, torch.Tensor]:
+    """A LoRA of rank 2 for every attention's queries, keys and values, under Diffusers' names."""
+    drawn = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, module in unet.named_modules():
+        if name.endswith(("to_q", "to_k", "to_v")):
+            for letter, shape in (("A", (2, module.in_features)), ("B", (module.out_features, 2))):
+                found[f"unet.{name}.lora_{letter}.weight"] = 0.2 * torch.randn(shape, generator=drawn)
+    return found
+
+
+def image_adapter(unet: Any, width: int, seed: int) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter for embeddings (B, 1, width) of images."""
+    drawn = torch.Generator().manual_seed(seed)
+    context = unet.config.cross_attention_dim
+    names = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
+    layers = {}
+    for number, name in enumerate(names):
+        to_k = unet.get_submodule(name.removesuffix(".processor")).to_k
+        for letter in "kv":
+            weight = 0.2 * torch.randn(to_k.weight.shape, generator=drawn)
+            layers[f"{2 * number + 1}.to_{letter}_ip.weight"] = weight
+    proj = {
+        "proj.weight": torch.randn(4 * context, width, generator=drawn),
+        "proj.bias": torch.zeros(4 * context),
+        "norm.weight": torch.ones(context),
+        "norm.bias": torch.zeros(context),
+    }
+    return {"image_proj": proj, "ip_adapter": layers}
+
+
 def picture(seed: int) -> Image.Image:
     """Noise."""
     drawn = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from torch import nn
 from clearway.errors import RequestError
 from clearway.models import load
 from clearway.models._bound import Bound
+from clearway.models._report import Report
 from clearway.models.accelerate import accelerate, restore
 from fake_capture import Recorder
-from pipelines import KINDS, draw, pipeline
+from pipelines import KINDS, draw, image_adapter, lora, pipeline
 
 # numpy's, of how Diffusers' schedulers make an array of tensors
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -135,6 +137,80 @@ def test_another_processor_or_an_adapter_is_captured_anew(pipe: Any, given: dict
     assert np.abs(second - first).max() > 1e-3
     report = accelerate(pipe, executor="cuda_graph")
     assert "its processor is Louder" in str(report)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_image_adapter_loaded_before_or_after(pipe: Any, given: dict[str, Any], late: bool) -> None:
+    embeds = torch.randn(2, 1, 24)
+    report = Report()
+    if late:
+        accelerate(pipe, executor="cuda_graph")
+        draw(pipe, given)
+    pipe.load_ip_adapter(
+        image_adapter(pipe.unet, 24, 1),
+        subfolder="",
+        weight_name="",
+        image_encoder_folder=None,
+        low_cpu_mem_usage=False,
+    )
+    if not late:
+        report = accelerate(pipe, executor="cuda_graph")
+        assert "its processor is IPAdapterAttnProcessor2_0: 11 in unet" in str(report)
+    given |= {"ip_adapter_image_embeds": [embeds]}
+    drawn = [agrees_with_eager(pipe, given)]
+    pipe.set_ip_adapter_scale(0.2)
+    drawn.append(agrees_with_eager(pipe, given))
+    given["ip_adapter_image_embeds"] = [-embeds]
+    drawn.append(agrees_with_eager(pipe, given))
+    pipe.unload_ip_adapter()
+    del given["ip_adapter_image_embeds"]
+    drawn.append(agrees_with_eager(pipe, given))
+    assert all(np.abs(one - other).max() > 1e-3 for one, other in itertools.combinations(drawn, 2))
+    assert not report.reasons()
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+def test_adapters_come_and_go(pipe: Any, given: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    report = accelerate(pipe, executor="cuda_graph")
+    plain = agrees_with_eager(pipe, given)
+    drawn = [plain]
+
+    def changed(**other: Any) -> None:
+        drawn.append(agrees_with_eager(pipe, {**given, **other}))
+        assert np.abs(drawn[-1] - drawn[-2]).max() > 1e-3
+
+    for seed, name in enumerate(("one", "two")):
+        pipe.load_lora_weights(lora(pipe.unet if not seed else bare(pipe), seed), adapter_name=name)
+        changed()
+    pipe.set_adapters(["one"], [0.5])
+    changed()
+    pipe.set_adapters(["one", "two"], [0.3, 0.7])
+    changed()
+    changed(cross_attention_kwargs={"scale": 0.6})
+    changed(cross_attention_kwargs={"scale": 0.2})
+    changed()
+    pipe.disable_lora()
+    changed()
+    np.testing.assert_allclose(drawn[-1], plain, atol=5e-5)
+    pipe.enable_lora()
+    changed()
+    pipe.fuse_lora()
+    close(agrees_with_eager(pipe, given), drawn[-1])
+    pipe.unfuse_lora()
+    close(agrees_with_eager(pipe, given), drawn[-1])
+    pipe.fuse_lora(adapter_names=["one"])
+    pipe.unload_lora_weights()  # stays merged
+    changed()
+    assert not report.reasons()
+    restore(pipe)
+    draw(pipe, given)
+    assert not any("_clearway" in key for module in pipe.unet.modules() for key in vars(module))
+
+
+def bare(pipe: Any) -> Any:
+    """A UNet without adapters, for its names."""
+    return type(pipe.unet).from_config(pipe.unet.config)
 
 
 def test_a_pickled_or_copied_pipeline_starts_without_graphs(
