@@ -153,12 +153,13 @@ def test_a_copy_works_and_is_restored_by_itself(
     assert torch.equal(run(twin, given), expected)
 
 
-def test_compiled_it_gives_the_same(models: dict[str, Any]) -> None:
-    model = copy.deepcopy(models["flux"])
+@pytest.mark.parametrize("name", ["flux", "sd35"])
+def test_compiled_as_one_graph_it_gives_the_same(models: dict[str, Any], name: str) -> None:
+    model = copy.deepcopy(models[name])
     given = inputs(model, 1, 4, 6)
     expected = run(model, given)
     accelerate(model)
-    close(run(torch.compile(model, backend="eager"), given), expected)
+    close(run(torch.compile(model, backend="eager", fullgraph=True), given), expected)
     torch.compiler.reset()
 
 

@@ -65,3 +65,20 @@ def test_on_the_device(maker: Any, batch: int, dtype: torch.dtype) -> None:
     error, usual = ((one.double() - exact).abs().max().item() for one in (found, eager))
     assert error <= 2 * usual + 1e-5 * exact.abs().max().item()
     assert {route for route in routes if route.endswith("/reference")} == set()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("maker", [tiny_flux, tiny_sd3, tiny_sd35])
+def test_captured_on_the_device(maker: Any) -> None:
+    model = maker().to("cuda", torch.bfloat16)
+    twin = copy.deepcopy(model)
+    report = accelerate(model, executor="cuda_graph")
+    accelerate(twin, executor="eager")
+    for seed, size in enumerate(((1, 6, 8), (1, 6, 8), (2, 4, 4), (1, 6, 8))):
+        given = tree_map_only(Tensor, lambda x: x.cuda(), inputs(model, *size, seed=seed))
+        with torch.no_grad():
+            found, expected = model(**given)[0], twin(**given)[0]
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    label = type(model).__name__
+    assert report.ran[label].calls == {f"{label}/cuda_graph": 4} and not report.reasons()
