@@ -252,6 +252,30 @@ def test_a_disk_that_fills_while_drawing_loses_nothing(
     assert str(kept) in err
 
 
+def test_pictures_are_saved_while_the_next_are_drawn(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group's file is written only when a step of the second has been seen."""
+    import threading
+
+    from clearway import image
+
+    drawing, inner, listen = threading.Event(), image.save, command.Progress.__call__
+
+    def slow(result, target, **options):
+        assert drawing.wait(60)
+        return inner(result, target, **options)
+
+    def watch(self, event) -> None:
+        listen(self, event)
+        if isinstance(event, StepDone) and event.group == 2:
+            drawing.set()
+
+    monkeypatch.setattr(image, "save", slow)
+    monkeypatch.setattr(command.Progress, "__call__", watch)
+    code, out, err = draw("x", *FAST, "--count", "2", "--batch-size", "1", "-o", "out")
+    assert (code, err) == (0, "")
+    assert [Path(line).name.split("-")[1] for line in out.split()] == ["5.png", "6.png"]
+
+
 def test_a_full_disk_is_one_sentence(draw, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
     import os

@@ -1,4 +1,4 @@
-"""`clearway generate PROMPT`: draws, saves each group of pictures as it is finished, says where they are."""
+"""`clearway generate PROMPT`: draws, saves each group while the next is drawn, says where the pictures are."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from clearway.cli.options import (
 )
 from clearway.cli.output import print_json, say
 from clearway.cli.progress import Progress, stoppable
+from clearway.cli.saver import Saver
 from clearway.errors import ClearwayError, RequestError
 from clearway.types import Event, PicturesDone
 
@@ -70,10 +71,23 @@ def run(args: argparse.Namespace) -> int:
     request = check(request_from(args, repeated))
     target = FOLDER if args.output is None else args.output
     image.check_target(target, request.count, format=args.format)
-    paths: list[Path] = []
-    save_ms = 0.0
+    load_ms = 0.0
 
-    with stoppable() as stop, Progress() as progress, chosen.plainly(args.plain):
+    def save(result: Result) -> list[Path]:
+        timings = {"load": load_ms, **result.timings_ms}
+        evidence = json.dumps(_evidence(result, model, timings)) if args.evidence else None
+        return _save(result, target, args.format, evidence)
+
+    def told(path: Path) -> None:
+        if not args.json:
+            progress.write(str(path))
+
+    with (
+        stoppable() as stop,
+        Progress() as progress,
+        chosen.plainly(args.plain),
+        Saver(save, told) as saver,
+    ):
         begun = time.perf_counter()
         model = loaded(args, repeated)
         load_ms = (time.perf_counter() - begun) * 1000
@@ -84,18 +98,10 @@ def run(args: argparse.Namespace) -> int:
             say(note)
 
         def listen(event: Event) -> None:
-            nonlocal save_ms
             progress(event)
             if isinstance(event, PicturesDone):
-                begun = time.perf_counter()
-                timings = {"load": load_ms, **event.result.timings_ms}
-                evidence = json.dumps(_evidence(event.result, model, timings)) if args.evidence else None
-                saved = _save(event.result, target, args.format, evidence)
-                paths.extend(saved)
-                save_ms += (time.perf_counter() - begun) * 1000
-                if not args.json:
-                    for path in saved:
-                        progress.write(str(path))
+                saver.put(event.result)
+            saver.collect()
             stop(event)
 
         stop.begin()
@@ -103,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
     for note in result.notes:
         say(note)
     suffix = Path(target).suffix.lower()
-    if any(path.suffix.lower() != suffix for path in paths if suffix and not Path(target).is_dir()):
+    if any(path.suffix.lower() != suffix for path in saver.paths if suffix and not Path(target).is_dir()):
         say(f"{suffix} cannot hold every picture or its parameters; those are saved as PNG")
-    timings = {"load": load_ms, **result.timings_ms, "save": save_ms}
+    timings = {"load": load_ms, **result.timings_ms, "save": saver.seconds * 1000}
     if args.json:
-        print_json(_summary(result, model, paths, timings))
+        print_json(_summary(result, model, saver.paths, timings))
     return 0
 
 
