@@ -1,4 +1,4 @@
-"""`clearway generate PROMPT`: draws, saves each group while the next is drawn, says where the pictures are."""
+"""`clearway generate PROMPT`: draws, saves each group while the next is drawn, says where it is."""
 
 from __future__ import annotations
 
