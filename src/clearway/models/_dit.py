@@ -8,7 +8,7 @@ Source: diffusers 0.36 to 0.42.1, models/normalization.py, attention.py, transfo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from clearway.models import _dit_attention
 from clearway.models._bound import needs_gradient, occupied, own, plain, plain_weight
 from clearway.models._dit_attention import Processor, qualified
+from clearway.models._report import Report
 from clearway.ops.adaln_modulate import adaln_modulate
 from clearway.ops.rms_norm import rms_norm
 
@@ -28,15 +29,12 @@ Bind = Callable[..., bool]
 Forward = tuple[str, Callable[..., Any], Callable[[Any], str | None]]
 
 
-class Notes(Protocol):
-    """Where what was done is noted (accelerate.Report)."""
-
-    def place(self, what: str, name: str) -> None: ...
+def place(self, what: str, name: str) -> None: ...
 
     def leave(self, reason: str, name: str) -> None: ...
 
 
-def place(name: str, module: nn.Module, ops: tuple[str, ...], bind: Bind, report: Notes) -> bool:
+def place(name: str, module: nn.Module, ops: tuple[str, ...], bind: Bind, report: Report) -> bool:
     """Whether this module is one of those that are known here; puts in place there what `ops` asks for."""
     kind = qualified(module)
     if kind in _FORWARDS:
@@ -54,7 +52,7 @@ def place(name: str, module: nn.Module, ops: tuple[str, ...], bind: Bind, report
     return True
 
 
-def _swap(name: str, attn: Any, kind: str, processor: str, rotate: bool, report: Notes) -> None:
+def _swap(name: str, attn: Any, kind: str, processor: str, rotate: bool, report: Report) -> None:
     if kind not in (_ATTENTION, _FLUX):
         report.leave(f"{type(attn).__name__} is not known here", name)
         return
