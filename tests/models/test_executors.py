@@ -321,6 +321,7 @@ def test_with_a_device_to_move_to_it_waits_for_the_arguments(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     report = accelerate(pipe.unet)
     assert isinstance(vars(pipe.unet)["forward"], Bound)
+    assert "cuda_graph once on a CUDA device: UNet2DConditionModel" in str(report)
     with torch.no_grad():
         pipe.unet(torch.randn(1, 4, 8, 8), 3, torch.randn(1, 5, 32))
     assert report.ran["UNet2DConditionModel"].calls == {"UNet2DConditionModel/eager": 1}

@@ -45,8 +45,10 @@ class Capture(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """What the graphs of one device share: a pool of memory and the stream that used it last."""
+    """What the graphs of one device share: a pool of memory, the stream that they are warmed up and captured
+    in (each stream has a workspace of cuBLAS's, 32 MiB on Hopper), and the one that used the memory last."""
 
+    side: Any
     handle: Any = None
     stream: Any = None
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -83,7 +85,7 @@ class TorchCapture:
 
     def warm_up(self, run: Callable[[], Any], times: int) -> Any:
         """Runs it on a side stream, as capture wants: handles and workspaces are made here."""
-        stream, output = torch.cuda.Stream(), None  # type: ignore[no-untyped-call]
+        stream, output = _memory().side, None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(times):
@@ -100,7 +102,9 @@ class TorchCapture:
             memory.handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=memory.handle, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=memory.handle, stream=memory.side, capture_error_mode="thread_local"
+            ):
                 output = run()
         except BaseException:
             # where ending the capture raises too, torch.cuda.graph leaves its own stream current, and torch
@@ -115,7 +119,10 @@ class TorchCapture:
 
 
 def _memory() -> _Memory:
-    return _memories.setdefault(torch.cuda.current_device(), _Memory())
+    device = torch.cuda.current_device()
+    if device not in _memories:
+        _memories[device] = _Memory(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return _memories[device]
 
 
 def agrees(found: Any, expected: Any) -> bool:

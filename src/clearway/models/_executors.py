@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearway.execution import EXECUTORS, automatic, executor
+from clearway.execution import EXECUTORS, automatic, executor, forget
 from clearway.execution.compiled import REGIONS
 from clearway.execution.fingerprint import moves
 from clearway.models._bound import Bound, occupied, own
@@ -51,7 +51,7 @@ def place(label: str, part: nn.Module, name: str, report: Report) -> None:
         bound = Bound(forward, module, part, name, found, ran)
         bound.before = module.__dict__.get("forward")
         module.forward = bound
-        report.place(name if name != AUTO else automatic(_kind(module) or "cuda"), found)
+        report.place(name if name != AUTO else _automatically(module), found)
 
 
 def forward(
@@ -66,6 +66,7 @@ def forward(
     given = _first((*args, *kwargs.values()))
     wanted = automatic(given.device.type) if name == AUTO and given is not None else name
     if given is None or wanted in (AUTO, "eager"):
+        forget(module)  # of a module that was moved away: what was made for it holds memory there
         return _plainly(module, label, ran, args, kwargs)
     if moves(part.__dict__):
         ran.reasons[MOVED] += 1
@@ -156,6 +157,11 @@ def _regions(module: nn.Module) -> bool:
 def _kind(module: nn.Module) -> str | None:
     first = next(module.parameters(), None)
     return None if first is None else first.device.type
+
+
+def _automatically(module: nn.Module) -> str:
+    here = automatic(_kind(module) or "cpu")
+    return f"{automatic('cuda')} once on a CUDA device" if here == "eager" else here
 
 
 def _ever(part: nn.Module) -> bool:
