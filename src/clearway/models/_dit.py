@@ -29,11 +29,6 @@ Bind = Callable[..., bool]
 Forward = tuple[str, Callable[..., Any], Callable[[Any], str | None]]
 
 
-def place(self, what: str, name: str) -> None: ...
-
-    def leave(self, reason: str, name: str) -> None: ...
-
-
 def place(name: str, module: nn.Module, ops: tuple[str, ...], bind: Bind, report: Report) -> bool:
     """Whether this module is one of those that are known here; puts in place there what `ops` asks for."""
     kind = qualified(module)
