@@ -354,3 +354,12 @@ def test_an_unknown_dtype_is_one_sentence() -> None:
 
 def test_a_size_that_is_not_split_is_reported() -> None:
     assert infotext.unread("Steps: 1, Seed: 2, Size: 512 by 512") == ("Size",)
+
+
+def test_tiles_of_a_vae_are_written_and_asked_for_again() -> None:
+    values = infotext.parameters(_request(), seed=5, version="0.1.0", vae_tiling="64/16")
+    text = infotext.build("a", "", values)
+    assert "VAE tiling: 64/16" in text
+    assert Request.from_infotext(text).vae_tiling is True
+    assert Request.from_infotext(text.replace("64/16", "False")).vae_tiling is False
+    assert Request.from_infotext(text.replace("VAE tiling: 64/16, ", "")).vae_tiling is None

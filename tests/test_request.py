@@ -62,6 +62,7 @@ BAD = {
     "sigma_min": [-1],
     "rho": [0],
     "rng": ["nv", "gpu", None],
+    "vae_tiling": [1, 0, "yes", 64],
     "prompt": [None, 3],
     "negative_prompt": [b"x"],
     "sampler": [3],

@@ -72,12 +72,14 @@ def parameters(
     precision: Precision | None = None,
     ngms_used: bool = False,
     memory_budget_bytes: int | None = None,
+    vae_tiling: str | None = None,
     extras: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """What `build` writes of one picture of a resolved `request`, in the WebUI's order.
 
     `seed` is the picture's own, `schedule_label` the schedule that ran (else the request's), `ngms_used`
     whether at least one negative call was skipped, `memory_budget_bytes` the budget where it decided a route,
+    `vae_tiling` the tiles ("64/16") of a VAE that decoded by tiles,
     `version` Clearway's ("0.1.0"). `extras` precede the
     dtypes. Source: behaviour of the WebUI v1.10.1; the dtypes are Clearway's own, written where they are
     not float32.
@@ -106,6 +108,7 @@ def parameters(
         "NGMS": request.ngms if ngms else None,
         "NGMS all steps": True if ngms and request.ngms_all_steps else None,
         "Memory budget": memory_budget_bytes,
+        "VAE tiling": vae_tiling,
     }
     own = _dtypes(precision or Precision()) | {"Version": f"Clearway {version}"}
     twice = (extras or {}).keys() & (values.keys() | own.keys())
@@ -300,6 +303,11 @@ def _truth(key: str, value: str) -> bool:
     return found == "true"
 
 
+def _tiled(key: str, value: str) -> bool:
+    """Clearway writes the sides of tiles and overlaps in latents ("64/16")."""
+    return value.strip().lower() not in ("false", "0", "")
+
+
 def _rng(key: str, value: str) -> str:
     if value.strip() not in ("GPU", "CPU", "NV"):
         raise _unreadable(key, value, "GPU, CPU or NV")
@@ -339,6 +347,7 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "NGMS": ("ngms", _number),
     "NGMS all steps": ("ngms_all_steps", _truth),
     "Memory budget": ("memory_budget_bytes", _whole),
+    "VAE tiling": ("vae_tiling", _tiled),
 }
 _DTYPES = {
     "Dtype": "unet",

@@ -20,7 +20,7 @@ from clearway.errors import RequestError, UnavailableError
 from clearway.execution import executor
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
-from clearway.models import Model, UNetDenoiser, chosen, decode, load
+from clearway.models import Decoded, Model, UNetDenoiser, chosen, decode, load, place
 from clearway.ops import budget, state
 from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
@@ -54,14 +54,16 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open
     clock, routes, results = Clock(model.device, on_event), Counter[str](), list[Result]()
     dtype = machine.dtype(model.precision.sampling)
-    seeds, size = request.seeds(), request.batch_size or 1
+    placed = place(model, request)
+    seeds, size = request.seeds(), placed.batch
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
     tuned = chosen.tuned(model, width, height)
-    run = _Runner(model.choices, routes)
+    run = _Runner(model.choices, routes, placed.executor)
     unet, vae = run(model.unet, "unet"), run(model.vae.decode, "vae")
 
     with (
+        machine.capped(model.device, model.memory_limit_bytes),
         machine.tf32(model.device, model.precision.tf32),
         nullcontext() if tuned is None else state.trying(tuned),
         recording(routes),
@@ -75,7 +77,7 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 f"{form} is not built yet: it was read as text" for form in unbuilt(request.prompt)
             )
         # 2. what the network reads
-        with clock.stage("text"):
+        with clock.stage("text"), placed.at("text"):
             positive, negative = encode(
                 words, model, width=width, height=height, clip_skip=request.clip_skip, run=run
             )
@@ -99,9 +101,10 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
             # 5. the network as a function of (x, sigma), guidance bound to it
             network = UNetDenoiser(unet, model.sigmas, model.prediction, model.unet.dtype)
             skip = below(request.ngms, request.ngms_all_steps)
-            denoise = Guided(network, positive, negative, cfg_scale, skip, model.choices.rows)
+            rows = placed.rows(model.choices.rows)
+            denoise = Guided(network, positive, negative, cfg_scale, skip, rows)
             # 6. the loop: nothing in it waits for the device
-            with clock.stage("sampling"):
+            with clock.stage("sampling"), placed.at("unet"):
                 x = sampling.sample(
                     sampler.label,
                     denoise,
@@ -113,22 +116,22 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
                 )
                 latents = sampling.finish(x, sigmas)
             # 7. pixels, one picture at a time
-            with clock.stage("vae"):
-                pixels, note = decode(model, latents, vae)
-                images = to_uint8(pixels)
+            with clock.stage("vae"), placed.at("vae"):
+                decoded = decode(model, latents, vae, placed.tiled)
+                images = to_uint8(decoded.pixels)
             # 8. the result, with everything that repeats it
             results.append(
                 Result(
                     images=images,
                     seeds=group,
                     infotexts=tuple(
-                        _infotext(request, seed, model, schedule, denoise.skipped > 0, memory)
-                        for seed in group
+                        _infotext(request, seed, model, schedule, denoise.skipped > 0, memory, decoded, index)
+                        for index, seed in enumerate(group)
                     ),
                     request=request,
                     timings_ms=dict(clock.timings_ms),
                     routes=dict(routes),
-                    notes=(*unread, *((note,) if note else ()), *run.sentences(), *state.losses()),
+                    notes=(*unread, *placed.notes, *decoded.notes, *run.sentences(), *state.losses()),
                     choices=model.choices,
                 )
             )
@@ -156,9 +159,17 @@ def check(request: Request) -> Request:
 
 
 def _infotext(
-    request: Request, seed: int, model: Model, schedule: str, ngms_used: bool, memory: budget.Sample
+    request: Request,
+    seed: int,
+    model: Model,
+    schedule: str,
+    ngms_used: bool,
+    memory: budget.Sample,
+    decoded: Decoded,
+    index: int,
 ) -> str:
-    """The parameters of one picture as text; the memory budget where it decided how attention ran."""
+    """The parameters of one picture as text; the memory budget where it decided how attention ran, and the
+    VAE as it really decoded this one."""
     decided = memory.pinned or not math.isinf(memory.smallest_refused)
     values = infotext.parameters(
         request,
@@ -167,9 +178,10 @@ def _infotext(
         model_name=model.name,
         model_hash=model.hash,
         schedule_label=schedule,
-        precision=model.precision,
+        precision=replace(model.precision, vae=decoded.dtypes[index]),
         ngms_used=ngms_used,
         memory_budget_bytes=int(memory.limit_bytes) if decided else None,
+        vae_tiling=decoded.tiles[index],
     )
     return infotext.build(request.prompt, request.negative_prompt, values)
 
@@ -186,18 +198,20 @@ def _resolved(request: Request, model: Model) -> Request:
 class _Runner:
     """Makes the executors of one generation: a model's parts as its choices run them.
 
-    Conditionings are never changed in place. A text encoder is not compiled: it runs once a prompt, and
-    compiling costs more than all those calls.
+    `placed(part, name)` is the executor that memory leaves for it. Conditionings are never changed in place.
+    A text encoder is not compiled: it runs once a prompt, and compiling costs more than all those calls.
     """
 
     choices: Choices
     routes: Counter[str]
+    placed: Callable[[str, str], str]
     made: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
         name, fixed = self.choices.executor, self.choices.routes
         if name == "compiled" and part.startswith("text_encoder"):
             name = "eager"
+        name = self.placed(part, name)
         promised = ("encoder_hidden_states",)
         made = executor(name, run, part, self.routes, fixed=fixed, promised=promised)
         self.made[part] = made

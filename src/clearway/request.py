@@ -30,7 +30,8 @@ class Request:
     device's own generator, the WebUI's default), "CPU", or "NV" (on the CPU as an NVIDIA GPU would). `eta`,
     `s_noise`, `s_churn`, `s_tmin` and `s_tmax` are the samplers' usual knobs; `sigma_min`, `sigma_max` and
     `rho` the schedules'. `memory_budget_bytes` pins what attention may hold at once, so that a repeat routes
-    as before (None: by what is free).
+    as before (None: by what is free). `vae_tiling` has the VAE decode by tiles, or never (None: only where
+    memory does not suffice for the whole).
     Raises RequestError for values that no model could take.
     """
 
@@ -59,6 +60,7 @@ class Request:
     sigma_max: float | None = None
     rho: float | None = None
     memory_budget_bytes: int | None = None
+    vae_tiling: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt", "negative_prompt"):
@@ -89,6 +91,8 @@ class Request:
                 f"seed {self.seed} with count {self.count} passes the largest seed, {MAX_SEED}"
             )
         _number(self, "rho", 0.01, 1000.0)
+        if not (self.vae_tiling is None or isinstance(self.vae_tiling, bool)):
+            raise RequestError(f"vae_tiling must be True, False or None, found {self.vae_tiling!r:.60}")
         if self.rng not in RNGS:
             raise RequestError(f"rng {self.rng!r} is not known; it is one of {', '.join(RNGS)}")
 

@@ -64,3 +64,22 @@ def test_precision_device_then_picture_then_options() -> None:
     assert precision_from(parse("x", "--sampling-dtype", "float16"), cpu).sampling == "float16"
     with pytest.raises(RequestError, match="not known"):
         precision_from(parse("x", "--dtype", "int8"), cpu)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 * 2**30), ("1.5 gib", 3 * 2**29), ("900MiB", 900 * 2**20), ("6g", 6 * 2**30), ("1024", 1024)],
+)
+def test_memory_sizes(text: str, size: int) -> None:
+    assert parse("x", "--memory-limit", text).memory_limit_bytes == size
+
+
+@pytest.mark.parametrize("text", ["", "8TB", "-1GiB", "0", "GiB", "1e9", "\u0663GiB"])
+def test_what_is_no_memory_size(text: str) -> None:
+    with pytest.raises(RequestError, match="is no memory size"):
+        parse("x", f"--memory-limit={text}")
+
+
+def test_tiles_can_be_asked_for_refused_and_left_open() -> None:
+    for given, expected in (((), None), (("--vae-tiling",), True), (("--no-vae-tiling",), False)):
+        assert request_from(parse("x", *given)).vae_tiling is expected

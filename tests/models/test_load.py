@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import torch
 from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
 from clearway.models import hub, library, load
+from clearway.models.build import guard
 from clearway.types import Precision
 
 
@@ -129,3 +134,48 @@ def test_importing_the_room_is_light() -> None:
     code += "'huggingface_hub', 'tokenizers', 'safetensors') if n in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_what_does_not_fit_the_device_at_once_stays_on_the_host(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA device without memory; its limit holds while it is tried."""
+    card, tried, limits = Device("cuda", 0), list[str](), list[int | None]()
+    module = importlib.import_module("clearway.models.load")  # not the function of that name
+    real = module.load_folder
+
+    def read(path: Path, *, device: Device, **given: Any) -> Any:
+        tried.append(str(device))
+        if device == card:
+            with guard("the UNet", device):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(path, device=device, **given)
+
+    @contextmanager
+    def capped(device: Device, limit: int | None) -> Iterator[None]:
+        limits.append(limit)
+        yield
+
+    monkeypatch.setattr(module, "load_folder", read)
+    monkeypatch.setattr("clearway.device.capped", capped)
+    monkeypatch.setattr("clearway.device.release_memory", lambda device: None)
+    monkeypatch.setattr("clearway.models.build.release_memory", lambda device: None)
+    model = load(folders["sd1"], device=card, precision=Precision(), memory_limit_bytes=2**30)
+    assert tried == ["cuda:0", "cpu"] and limits == [2**30]
+    assert model.device == card and model.memory_limit_bytes == 2**30
+    assert next(model.unet.parameters()).device.type == "cpu"
+    assert model.notes[-1] == (
+        "tiny-sd1 does not fit into the memory of cuda:0 at once: it is moved there part by part"
+    )
+
+
+def test_another_want_of_memory_is_not_taken_for_the_devices(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path, *, device: Device, **given: Any) -> Any:
+        with guard("the UNet", device):
+            raise MemoryError
+
+    monkeypatch.setattr(importlib.import_module("clearway.models.load"), "load_folder", read)
+    with pytest.raises(UnavailableError, match="does not fit into the memory of cpu"):
+        load(folders["sd1"], device="cpu")

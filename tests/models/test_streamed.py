@@ -50,6 +50,12 @@ def unet(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param, CPU, Precision()).unet
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny networks have small weights only."""
+    monkeypatch.setattr(_streamed, "SMALL_BYTES", 0)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("lane", [_streamed.AtOnce, Late])
 def test_the_result_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, unet: Any, lane: Any) -> None:
@@ -113,6 +119,19 @@ def test_between_turns_tensors_are_the_hosts(unet: Any) -> None:
             for name, tensor in block.named_parameters():
                 assert (tensor.data_ptr() == rest[id(tensor)]) == ("time_emb_proj" not in name)
     assert moved.holds() and not moved.inside
+
+
+@torch.inference_mode()
+def test_small_tensors_are_always_in(monkeypatch: pytest.MonkeyPatch, unet: Any) -> None:
+    x, given = sample(unet)
+    whole, everything = unet(x, **given)[0], _streamed.block_bytes(unet)
+    monkeypatch.setattr(_streamed, "SMALL_BYTES", 2**13)
+    assert 0 < sum(_streamed.block_bytes(unet)) < sum(everything)
+    with streamed(unet, Moved(unet, CPU), CPU) as streams:
+        for _ in range(3):
+            assert torch.equal(unet(x, **given)[0], whole)
+        taking_turns = [tensor for block in streams._blocks.values() for tensor in block.tensors]
+        assert all(tensor.nbytes >= 2**13 for tensor in taking_turns)
 
 
 @torch.inference_mode()

@@ -157,6 +157,7 @@ def loaded(args: argparse.Namespace, repeated: str | None = None) -> Model:
         precision=precision_from(args, device, repeated) if repeated or names_dtypes(args) else None,
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
+        memory_limit_bytes=args.memory_limit_bytes,
     )
     wanted = values.get("Model hash")
     if wanted and wanted != model.hash:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,19 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     add("--vae-dtype", metavar="TYPE", help="the VAE's")
     add("--text-encoder-dtype", metavar="TYPE", help="the text encoders'")
     add("--sampling-dtype", metavar="TYPE", help="the latents' in the sampling loop")
+    add(
+        "--memory-limit",
+        dest="memory_limit_bytes",
+        type=_size_in_bytes,
+        metavar="SIZE",
+        help="draw as if the CUDA device had this much, e.g. 8GiB (all it has)",
+    )
+    add(
+        "--vae-tiling",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="decode by tiles, which changes the picture a little (only where memory is short)",
+    )
     add("--tf32", action=argparse.BooleanOptionalAction, default=None, help="TF32 for float32 work on CUDA")
     add("--local-files-only", action="store_true", help="never ask a hub, use what was downloaded before")
     add("--allow-pickle", action="store_true", help="read .ckpt and .bin files too, weights only")
@@ -184,6 +198,16 @@ def with_adopted(request: Request, args: argparse.Namespace, model: Model) -> Re
         shown = ", ".join(f"{name} {value}" for name, value in left_open.items())
         say(f"adopted for this model by clearway select: {shown}")
     return replace(request, **left_open)
+
+
+_UNITS = {"": 0, "b": 0, "kib": 10, "mib": 20, "gib": 30, "k": 10, "m": 20, "g": 30}
+
+
+def _size_in_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no memory size, e.g. 8GiB or 900MiB")
+    return int(float(found[1]) * 2 ** _UNITS[found[2]])
 
 
 def size(text: str) -> tuple[int, int]:

@@ -136,6 +136,7 @@ def _asked(args: argparse.Namespace) -> tuple[Model, Request, tuple[str, ...]]:
         precision=precision_from(args, device) if names_dtypes(args) else dtypes,
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
+        memory_limit_bytes=args.memory_limit_bytes,
     )
     for note in model.notes:
         say(note)
@@ -205,6 +206,7 @@ def _loader(args: argparse.Namespace, model: Model) -> Any:
             precision=precision,
             local_files_only=True,
             allow_pickle=args.allow_pickle,
+            memory_limit_bytes=model.memory_limit_bytes,
         )
 
     return again

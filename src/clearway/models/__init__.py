@@ -16,12 +16,19 @@ from clearway.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from clearway.models.denoiser import UNetDenoiser
-    from clearway.models.vae import decode
+    from clearway.models.placement import plan as place
+    from clearway.models.vae import Decoded, decode
 
-_HOMES = {"UNetDenoiser": "clearway.models.denoiser", "decode": "clearway.models.vae"}
+_HOMES = {
+    "Decoded": ("clearway.models.vae", "Decoded"),
+    "UNetDenoiser": ("clearway.models.denoiser", "UNetDenoiser"),
+    "decode": ("clearway.models.vae", "decode"),
+    "place": ("clearway.models.placement", "plan"),
+}
 
 __all__ = [
     "FAMILIES",
+    "Decoded",
     "Entry",
     "Family",
     "Model",
@@ -33,10 +40,12 @@ __all__ = [
     "embedded_problem",
     "find",
     "load",
+    "place",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        home, own = _HOMES[name]
+        return getattr(importlib.import_module(home), own)
     raise AttributeError(f"module 'clearway.models' has no attribute {name!r}")

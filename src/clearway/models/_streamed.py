@@ -22,7 +22,8 @@ from clearway.device import Device
 from clearway.models._moved import ALIGNMENT, Moved, at
 
 BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock", "Downsample2D", "Upsample2D")
-ALWAYS_IN = "time_emb_proj"  # small, and read for a whole schedule at once
+ALWAYS_IN = "time_emb_proj"  # read by one block for all of them
+SMALL_BYTES = 2**16  # biases and norms, hardly any memory and each a transfer, are always in too
 BUFFERS = 3  # two take turns; the third is for the last of an odd number, whose next is the first
 
 
@@ -223,7 +224,7 @@ class Streams:
 def _own(module: nn.Module) -> list[Tensor]:
     """A block's tensors, but for those that are always in."""
     named: Iterable[tuple[str, Tensor]] = (*module.named_parameters(), *module.named_buffers())
-    return [tensor for name, tensor in named if ALWAYS_IN not in name]
+    return [tensor for name, tensor in named if ALWAYS_IN not in name and tensor.nbytes >= SMALL_BYTES]
 
 
 def _copied(host: Tensor, device: Device) -> Tensor:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 FEED_FORWARD, AROUND = 16, 7  # times C: GEGLU's tensors, and what a transformer block holds beside them
 TEXT_BYTES = 2**26  # one window of 77 tokens: every text encoder here stays below it
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LIBRARIES_BYTES = 2**27  # cuBLAS's and cuDNN's own workspaces, made at the first calls
 
 
@@ -146,8 +145,7 @@ def work(model: Model, rows: int, pictures: int, width: int, height: int, tile_p
     `rows` are the UNet's, twice the pictures under guidance. The text encoders' counts for SDXL's two.
     """
     last = model.choices.layout == "channels_last"
-    unet_size = ELEMENT_BYTES[model.precision.unet]
-    vae_size = max(model.vae.dtype.itemsize, ELEMENT_BYTES[model.precision.vae])
+    unet_size, vae_size = model.unet.dtype.itemsize, model.vae.dtype.itemsize
     factor = model.latent_factor
     unet = unet_bytes(
         model.unet.config, rows, height // factor, width // factor, unet_size, channels_last=last

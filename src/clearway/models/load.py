@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +26,16 @@ def load(
     precision: Precision | None = None,
     local_files_only: bool = False,
     allow_pickle: bool = False,
+    memory_limit_bytes: int | None = None,
 ) -> Model:
     """The model at `source`, ready to draw.
 
     `source` is "embedded", a path (Diffusers folder or checkpoint file; an existing path always wins), the
     name of a model in a CLEARWAY_MODELS folder, or a hub id "owner/name". `device` and `precision` are chosen
     for the machine where they are None. Pickles are refused unless `allow_pickle`, and then only tensors are
-    taken out of them. Raises RequestError for what is not there or is no usable model, UnavailableError where
-    memory does not suffice or the hub cannot be reached.
+    taken out of them. On CUDA the model is loaded and drawn with as if the device had `memory_limit_bytes`;
+    what does not fit at once stays in host memory. Raises RequestError for what is not there or is no usable
+    model, UnavailableError where memory does not suffice or the hub cannot be reached.
     """
     text = str(source)
     where = device if isinstance(device, Device) else machine.pick(device)
@@ -50,8 +53,28 @@ def load(
         if precision is None and (kept := chosen.adopted(path, where.kind).precision):
             dtypes = _canonical(kept)
         read = load_folder if os.path.isfile(path / INDEX) else load_file
-        model = read(path, name=name, device=where, precision=dtypes, allow_pickle=allow_pickle)
-    return replace(model, notes=(*map(escaped, notes), *model.notes)) if notes else model
+
+        def read_to(device: Device) -> Model:
+            return read(path, name=name, device=device, precision=dtypes, allow_pickle=allow_pickle)
+
+        model = _read_where_it_fits(read_to, where, memory_limit_bytes)
+    notes = (*map(escaped, notes), *model.notes)
+    return replace(model, notes=notes, memory_limit_bytes=memory_limit_bytes)
+
+
+def _read_where_it_fits(read_to: Callable[[Device], Model], device: Device, limit_bytes: int | None) -> Model:
+    """The model on the device, or, where a CUDA device has no memory for all of it, on the host, from where
+    its placement moves it part by part."""
+    try:
+        with machine.capped(device, limit_bytes):
+            return read_to(device)
+    except UnavailableError as error:
+        if device.kind != "cuda" or error.__cause__ is None or not machine.is_out_of_memory(error.__cause__):
+            raise
+    machine.release_memory(device)
+    model = read_to(Device("cpu"))
+    note = f"{model.name} does not fit into the memory of {device} at once: it is moved there part by part"
+    return replace(model, device=device, notes=(*model.notes, note))
 
 
 def _canonical(precision: Precision) -> Precision:

@@ -23,7 +23,8 @@ class Model:
 
     `sigmas` are the training noise levels, ascending, float32 on the CPU; `text_encoders` and `tokenizers` go
     together in the family's order. Latents are (the VAE's own values - latent_shift) * latent_scale. `notes`
-    are sentences about what was missing, surplus or left out.
+    are sentences about what was missing, surplus or left out. On CUDA it is drawn with as if the device had
+    `memory_limit_bytes`, the process's context included.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Model:
     precision: Precision
     notes: tuple[str, ...] = field(default=())
     choices: Choices = field(default_factory=Choices)
+    memory_limit_bytes: int | None = None
 
     @functools.cached_property
     def hash(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +11,37 @@ from torch import Tensor
 
 from clearway.errors import UnavailableError
 from clearway.models.model import Model
+from clearway.models.tiles import LABEL, decode_tiled, is_tiled
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """`pixels` (B, 3, 8h, 8w), float32, in -1..1; for each picture the dtype its VAE computed in, by torch's
+    name, and its tiles ("64/16", None where it was decoded whole). `notes` say what was not as planned."""
+
+    pixels: Tensor
+    dtypes: tuple[str, ...]
+    tiles: tuple[str | None, ...]
+    notes: tuple[str, ...] = ()
+
+
+def _never(element_size: int) -> bool:
+    return False
 
 
 @torch.inference_mode()
-def decode(model: Model, latents: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, str | None]:
-    """Pixels (B, 3, 8h, 8w), float32, in -1..1, of latents (B, C, h, w); and a note if precision was raised.
+def decode(
+    model: Model,
+    latents: Tensor,
+    run: Callable[..., Any] | None = None,
+    tiled: Callable[[int], bool] = _never,
+) -> Decoded:
+    """The pictures of latents (B, C, h, w).
 
-    A half-precision VAE that gives NaN or infinity is moved to float32, for good, and runs again.
-    Raises UnavailableError where the latents themselves are not finite, or float32 does not help.
+    `tiled(element_size)` says whether to decode by tiles in numbers of that many bytes. A picture that half
+    precision gives NaN or infinity in is decoded again in float32, in which the VAE then stays: another class
+    of precision, which `dtypes` and a note tell. Raises UnavailableError where the latents themselves are not
+    finite, or float32 does not help.
     """
     if not torch.isfinite(latents).all():
         if model.precision.unet == model.precision.sampling == "float32":
@@ -29,23 +53,61 @@ def decode(model: Model, latents: Tensor, run: Callable[..., Any] | None = None)
             f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "
             f"{model.precision.sampling}); dtype float32 (or bfloat16) may work"
         )
-    pixels = _decode(model, latents, run)
-    if torch.isfinite(pixels).all():
-        return pixels, None
+    call = run or model.vae.decode
+    scaled = torch.split(latents.float() / model.latent_scale + model.latent_shift, 1)
+    made = [_decode(model, row, call, tiled) for row in scaled]
     before = model.vae.dtype
-    if before == torch.float32:
+    dtypes, notes = [_name(before)] * len(made), list[str]()
+    broken = [index for index, good in enumerate(_finite([pixels for pixels, _ in made])) if not good]
+    if broken and before == torch.float32:
         raise UnavailableError(
             "the VAE returned NaN in float32; its weights are damaged, use another VAE or checkpoint"
         )
-    model.vae.to(torch.float32)
-    pixels = _decode(model, latents, run)
-    if not torch.isfinite(pixels).all():
-        raise UnavailableError("the VAE returned NaN even in float32; use another VAE or checkpoint")
-    return pixels, f"the VAE returned NaN in {str(before).removeprefix('torch.')} and ran again in float32"
+    if broken:
+        model.vae.float()
+        for index in broken:
+            made[index] = _decode(model, scaled[index], call, tiled)
+            dtypes[index] = _name(torch.float32)
+        if not all(_finite([made[index][0] for index in broken])):
+            raise UnavailableError("the VAE returned NaN even in float32; use another VAE or checkpoint")
+        notes.append(_raised(before, broken, made))
+    return Decoded(
+        torch.cat([pixels for pixels, _ in made]),
+        tuple(dtypes),
+        tuple(used for _, used in made),
+        tuple(notes),
+    )
 
 
-def _decode(model: Model, latents: Tensor, run: Callable[..., Any] | None) -> Tensor:
-    call = run or model.vae.decode
-    scaled = latents.float() / model.latent_scale + model.latent_shift
-    rows = [call(row.to(model.vae.dtype), return_dict=False)[0].float() for row in torch.split(scaled, 1)]
-    return torch.cat(rows)
+def _raised(before: torch.dtype, broken: list[int], made: list[tuple[Tensor, str | None]]) -> str:
+    """What a change of precision says of itself."""
+    which = "" if len(broken) == len(made) == 1 else f" in {len(broken)} of {len(made)} pictures"
+    by_tiles = f", by tiles ({LABEL})" if made[broken[0]][1] else ""
+    what = "these" if len(broken) > 1 else "that one" if which else "it"
+    again = f"{what} ran again in float32{by_tiles}, where it stays"
+    return f"the VAE returned NaN in {_name(before)}{which}: {again}"
+
+
+def _decode(
+    model: Model, row: Tensor, call: Callable[..., Any], tiled: Callable[[int], bool]
+) -> tuple[Tensor, str | None]:
+    """One picture, and its tiles."""
+    dtype = model.vae.dtype
+
+    def whole(part: Tensor) -> Tensor:
+        pixels: Tensor = call(part.to(dtype), return_dict=False)[0]
+        return pixels.float()
+
+    if is_tiled(*row.shape[2:]) and tiled(dtype.itemsize):
+        return decode_tiled(whole, row, model.latent_factor), LABEL
+    return whole(row), None
+
+
+def _finite(pictures: list[Tensor]) -> list[bool]:
+    """Whether each holds numbers alone; one wait for the device."""
+    found: list[bool] = torch.stack([torch.isfinite(one).all() for one in pictures]).tolist()
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
