@@ -1,7 +1,8 @@
 """A journal of finished measurements, so that a long run that was stopped goes on where it was.
 
 One file a question, named after its digest; one JSON line a finished step. Whatever changes the question
-(machine, source, model, request, rules) is in the digest and so begins another journal.
+(machine, source, model, request, rules) is in the digest and so begins another journal. One that nobody has
+added to for KEPT_DAYS is deleted when another is opened: no question is asked in just those words any more.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+KEPT_DAYS = 30
 
 
 class Journal:
@@ -24,6 +27,8 @@ class Journal:
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.path = None if folder is None else folder / f"{self.digest}.jsonl"
         self._done = dict(_lines(self.path)) if self.path else {}
+        if folder is not None:
+            _clear(folder, self.path)
         self.resumed = len(self._done)
 
     def __contains__(self, step: str) -> bool:
@@ -68,6 +73,17 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError:
             self.path = None
+
+
+def _clear(folder: Path, mine: Path | None) -> None:
+    """Deletes the journals in `folder`, but `mine`, that are older than KEPT_DAYS; one that cannot be stays."""
+    oldest = time.time() - KEPT_DAYS * 86400
+    for path in folder.glob("*.jsonl"):
+        try:
+            if path != mine and path.stat().st_mtime < oldest:
+                path.unlink()
+        except OSError:
+            continue
 
 
 def _lines(path: Path) -> list[tuple[str, Result]]:
