@@ -76,20 +76,16 @@ def test_dropping_what_cannot_be_deleted_forgets_it_all_the_same(tmp_path: Path)
 
 
 def test_old_questions_are_cleared_and_nothing_else(tmp_path: Path) -> None:
-    def asked(question: str, days: float) -> Path:
+    paths = {}
+    for question in ("old", "mine", "young"):
         journal = Journal(tmp_path, {"model": question})
         journal.step("one", lambda: {"ms": 1})
-        assert journal.path is not None
-        then = time.time() - days * 86400
-        os.utime(journal.path, (then, then))
-        return journal.path
-
-    old, mine, young = asked("old", 0), asked("mine", KEPT_DAYS + 1), asked("young", KEPT_DAYS - 1)
-    then = time.time() - 2 * KEPT_DAYS * 86400
-    other = tmp_path / "notes.txt"
-    other.write_text("a user's own")
-    for path in (old, other):
+        paths[question] = journal.path
+    paths["notes"] = tmp_path / "notes.txt"
+    paths["notes"].write_text("a user's own")
+    for name, path in paths.items():
+        then = time.time() - (KEPT_DAYS + (-1 if name == "young" else 1)) * 86400
         os.utime(path, (then, then))
     assert Journal(tmp_path, {"model": "mine"}).resumed == 1  # the one that is asked again stays
-    assert not old.exists() and mine.exists() and young.exists() and other.exists()
+    assert [name for name, path in paths.items() if not path.exists()] == ["old"]
     assert Journal(tmp_path / "nowhere", {}).resumed == 0

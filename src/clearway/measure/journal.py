@@ -76,7 +76,7 @@ class Journal:
 
 
 def _clear(folder: Path, mine: Path | None) -> None:
-    """Deletes the journals in `folder`, but `mine`, that are older than KEPT_DAYS; one that cannot be stays."""
+    """Deletes the journals in `folder`, but `mine`, that are older than KEPT_DAYS, where that is allowed."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in folder.glob("*.jsonl"):
         try:
