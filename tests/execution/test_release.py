@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from clearway.execution import executor
-from clearway.execution.executor import _BUILT
+from clearway.execution.executor import pools
 from clearway.execution.release import release
 from fake_capture import Recorder
 
@@ -15,7 +15,7 @@ def test_released_graphs_are_captured_anew() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
     assert release(module) == 0
     run = executor("cuda_graph", module, "unet", routes := Counter[str]())
-    pool = next(iter(module.__dict__[_BUILT].held.values()))
+    (pool,) = pools(module)
     pool.backend = backend = Recorder()
     x = torch.randn(2, 4)
     with torch.inference_mode():

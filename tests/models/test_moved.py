@@ -102,6 +102,22 @@ def test_what_was_changed_between_moves_is_kept() -> None:
     assert same(module, before) and moved.inside
 
 
+def test_only_what_was_changed_is_copied_again() -> None:
+    """As joining weights does at a network's first call: the rest keeps its copies, and nothing piles up."""
+    module = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).requires_grad_(False)
+    moved = Moved(module, CPU)
+    size = moved.bytes()
+    for _ in range(3):
+        moved.enter()
+        whole = torch.cat([module[0].weight.data, module[1].weight.data])
+        module[0].weight.data, module[1].weight.data = whole.chunk(2)
+        before, first = values(module), moved._pieces[0]
+        moved.leave()
+        assert same(module, before) and moved.holds() and moved._pieces[0] is first
+        assert len(moved._pieces) == 2 and moved.bytes() <= size + 2 * _moved.ALIGNMENT
+        assert module[1].weight.data_ptr() - module[0].weight.data_ptr() == 4 * 4 * 4
+
+
 def test_staying_leaves_one_copy() -> None:
     module = network()
     before = values(module)

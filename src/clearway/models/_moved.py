@@ -3,13 +3,14 @@
 Moving in copies; moving out drops the copy, since nobody writes to weights while they are in. The host's copy
 is pinned for CUDA and lies in few large pieces, so that a move is a few long transfers that the host does not
 wait for. Tensors stay the same objects with the same dtypes, strides and shared memory; only where they lie
-changes. Whatever changes a module between two moves (LoRA, another layout or dtype) is found by its tensors
-and their addresses, and the module is taken as it then is.
+changes. What was changed between two moves (LoRA, another layout or dtype, weights joined) is found by its
+tensors and their addresses, and is taken as it then is.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,7 @@ class Moved:
         if not self.holds():
             self._take()
         elif self._inside:
-            for lying in self._lying:
-                _point(lying, lying.host)
-            self._inside = []
+            self._rest(self._lying)
 
     def stay(self) -> None:
         """Moves it in for good: the device's copy is the only one from now on, and this is at an end."""
@@ -95,9 +94,26 @@ class Moved:
 
     @torch.inference_mode(False)
     def _take(self) -> None:
-        """Copies the tensors as they are now into pieces of host memory, and points them there."""
-        self._inside, self._pieces = [], []
+        """Puts the tensors as they are now to rest: those that lie where they were put by the copies there
+        are, the others by new ones."""
         tensors = self._tensors()
+        known = {id(lying.tensor): lying for lying in self._lying if lying.tensor.data_ptr() == lying.address}
+        kept = {id(tensor): known[id(tensor)] for tensor in tensors if id(tensor) in known}
+        used = sorted({lying.piece for lying in kept.values()})
+        self._pieces = [self._pieces[piece] for piece in used]
+        for lying in kept.values():
+            lying.piece = used.index(lying.piece)
+        self._rest(kept.values())
+        found = kept | self._copied([tensor for tensor in tensors if id(tensor) not in kept])
+        self._lying = [found[id(tensor)] for tensor in tensors]
+
+    def _rest(self, lying: Iterable[_Lying]) -> None:
+        for one in lying:
+            _point(one, one.host)
+        self._inside = []
+
+    def _copied(self, tensors: list[Tensor]) -> dict[int, _Lying]:
+        """Host's copies of tensors in pieces of their own, to which the tensors point from now on."""
         groups: dict[int, list[Tensor]] = {}  # by memory: parts of one tensor stay parts of one
         for tensor in tensors:
             groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -117,11 +133,9 @@ class Moved:
                     offset = int(begin // tensor.element_size() + tensor.storage_offset())
                     lying = _Lying(tensor, len(self._pieces), offset, at(piece, offset, tensor), 0)
                     found[id(tensor)] = lying
-            for group in batch:
-                for tensor in group:
-                    _point(found[id(tensor)], found[id(tensor)].host)
+                    _point(lying, lying.host)
             self._pieces.append(piece)
-        self._lying = [found[id(tensor)] for tensor in tensors]
+        return found
 
     def _tensors(self) -> list[Tensor]:
         module = self._module()
