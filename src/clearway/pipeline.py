@@ -48,7 +48,12 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     """
     model = load(model) if isinstance(model, str) else model
     request = _resolved(check(chosen.filled(request, model)), model)
-    model = chosen.applied(model, request.width, request.height)
+    with chosen.in_use(model, request.width, request.height) as run:
+        return _drawn(request, run, on_event)
+
+
+def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
+    """The eight steps, for a request with nothing left open."""
     sampler, schedule = sampling.resolve(str(request.sampler), request.schedule)
     width, height, steps, cfg_scale = request.width, request.height, request.steps, request.cfg_scale
     assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -329,3 +332,48 @@ def test_what_cannot_be_taken_back_is_said(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "file"))
     assert chosen.forget(model, 64, 64) is False and chosen.abandon(model) == ()
+
+
+def test_choices_are_not_swapped_under_a_generation(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads draw with one model at sizes for which different things were chosen."""
+    sizes = {64: Choices(ops=("geglu",)), 96: Choices(layout="channels_last", ops=("layer_norm",))}
+    monkeypatch.setattr(
+        chosen, "_selected", lambda model, width, height: {"choices": asdict(sizes[width]), "width": width}
+    )
+    inside, most, wrong = Counter[int](), Counter[int](), []
+    barrier = threading.Barrier(4)
+
+    def work(width: int) -> None:
+        barrier.wait()
+        for _ in range(5):
+            with chosen.in_use(model, width, width) as run, chosen.in_use(model, width, width):
+                inside[width] += 1
+                most[width] = max(most[width], inside[width])
+                for _ in range(20):
+                    time.sleep(0.0005)
+                    if vars(model.unet)[chosen.MARK] != sizes[width] or run.choices != sizes[width]:
+                        wrong.append(width)
+                inside[width] -= 1
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in (64, 96, 64, 96)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    with chosen.in_use(model, 64, 64), chosen.in_use(model, 96, 96) as nested:  # one's own are no hindrance
+        assert nested.choices == sizes[96]
+
+
+def test_what_needs_no_change_does_not_wait(model: Model) -> None:
+    began = threading.Event()
+    with chosen.in_use(model, 64, 64):
+
+        def work() -> None:
+            with chosen.in_use(model, 64, 64):
+                began.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert began.wait(60)
+    thread.join()

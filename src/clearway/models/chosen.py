@@ -15,6 +15,8 @@ import importlib.metadata
 import json
 import math
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -47,6 +49,18 @@ _plainly: ContextVar[bool] = ContextVar("clearway_chosen_plainly", default=False
 MARK = "_clearway_chosen"
 """Where a UNet holds the choices that `applied` put in place in it; `restore` takes it away with them."""
 _digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+class _Users:
+    """How many generations each thread has at work with a model's modules."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.threads = Counter[int]()
+
+
+_users: WeakKeyDictionary[Any, _Users] = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -163,20 +177,52 @@ def applied(model: Model, width: int | None = None, height: int | None = None) -
     was selected: of DEFAULTS only the executor holds then. Modules are shared and changed: what was put in
     place here for another size is taken away again.
     """
+    run, change = _planned(model, width, height)
+    if change is not None:
+        from clearway.models.accelerate import apply
+
+        apply(model, change)
+        if change != Choices():
+            vars(model.unet)[MARK] = change
+    return run
+
+
+@contextmanager
+def in_use(model: Model, width: int | None = None, height: int | None = None) -> Iterator[Model]:
+    """`applied`; until it ends no other thread puts something else in place in these modules by it.
+
+    It waits for the threads that are at work with them, unless it has nothing to change.
+    """
+    with _lock:
+        users = _users.setdefault(model.unet, _Users())
+    me = threading.get_ident()
+    with users.condition:
+        users.condition.wait_for(
+            lambda: users.threads.keys() <= {me} or _planned(model, width, height)[1] is None
+        )
+        run = applied(model, width, height)
+        users.threads[me] += 1
+    try:
+        yield run
+    finally:
+        with users.condition:
+            users.threads[me] -= 1
+            if not users.threads[me]:
+                del users.threads[me]
+            users.condition.notify_all()
+
+
+def _planned(model: Model, width: int | None, height: int | None) -> tuple[Model, Choices | None]:
+    """The model as `applied` gives it, and what has to be put in place for that; None: nothing."""
     held = vars(model.unet).get(MARK)
     if _aside.get() or model.choices not in (Choices(), held):
-        return model
+        return model, None
     found = _selected(model, width or model.defaults.width, height or model.defaults.height)
     wanted = choices_from(found["choices"]) if found else default(model.device.kind)
     if not found and held is None and wanted != Choices() and _accelerated(model):
-        return replace(model, choices=Choices(executor=wanted.executor))
-    if wanted != (held or Choices()):
-        from clearway.models.accelerate import apply
-
-        apply(model, wanted)
-        if wanted != Choices():
-            vars(model.unet)[MARK] = wanted
-    return model if wanted == model.choices else replace(model, choices=wanted)
+        return replace(model, choices=Choices(executor=wanted.executor)), None
+    change = wanted if wanted != (held or Choices()) else None
+    return (model if wanted == model.choices else replace(model, choices=wanted)), change
 
 
 def filled(request: Request, model: Model) -> Request:
