@@ -12,6 +12,7 @@ from torch._dynamo.backends import registry
 from clearway.errors import RequestError
 from clearway.execution import executor
 from clearway.execution.compiled import Compiled, Settings
+from clearway.ops import contract
 
 
 class Block(nn.Module):
@@ -121,3 +122,16 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(
     ]
     told = capsys.readouterr().err
     assert told.count("torch.compile is not used") == 1 and "no C++ compiler was found" in told
+
+
+def test_named_routes_that_compiled_code_does_not_take_are_said() -> None:
+    run = Compiled(Model(), Settings(backend="eager", regions=("Block",)))
+    x = torch.randn(2, 3)
+    with contract.use(geglu="reference", attention="math"):  # itself, and one opaque node
+        run(x)
+    assert not run.sentences("the UNet")
+    for _ in range(2):
+        with contract.use(geglu="triton", attention="math"):
+            run(x)
+    (told,) = run.sentences("the UNet")
+    assert told.startswith("the UNet: geglu=triton is not taken in compiled code")

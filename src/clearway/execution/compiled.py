@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from clearway.errors import RequestError, one_line
+from clearway.ops import contract
 
 SCOPES = ("regional", "full")
 REGIONS = ("BasicTransformerBlock", "ResnetBlock2D")
@@ -108,6 +109,7 @@ class Compiled:
     def __init__(self, module: Callable[..., Any], settings: Settings) -> None:
         self.module, self.settings, self.events, self.calls = module, settings, Events(), 0
         self.ran, self.failed = "compiled", ""
+        self.ignored: dict[str, None] = {}
         self._lock = threading.RLock()  # blocks are put in place for all threads, and taken away for all
         self._whole: Callable[..., Any] | None = None
         self._regions: dict[nn.Module, Callable[..., Any]] = {}
@@ -117,6 +119,7 @@ class Compiled:
 
         if self.failed:
             return self.module(*args, **kwargs)
+        self.ignored |= dict.fromkeys(_ignored())
         self.ran = "compiled"
         try:
             with self._lock, self._counted(), self._configured():
@@ -138,7 +141,11 @@ class Compiled:
         """What torch.compile did with what is called `name` that the user should know."""
         if self.failed:
             return [f"{name} ran eagerly: torch.compile cannot be used here ({self.failed})"]
-        return [f"{name}: {told}" for told in self.events.sentences()]
+        named = [
+            f"{name}: {one} is not taken in compiled code, where torch.compile fuses the op's reference"
+            for one in self.ignored
+        ]
+        return named + [f"{name}: {told}" for told in self.events.sentences()]
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -202,6 +209,15 @@ class Compiled:
             fresh = Counter(counters["graph_break"]) - before
             events.graph_breaks += fresh.total()
             events.reasons += fresh
+
+
+def _ignored() -> list[str]:
+    """The routes that a caller named, as "op=implementation", and that compiled code does not take."""
+    return [
+        f"{op}={name}"
+        for op, name in contract.route_key()[1]
+        if contract.OPS[op].compile == "inline" and name != contract.REFERENCE
+    ]
 
 
 def _first(reasons: Counter[str]) -> str:
