@@ -125,7 +125,7 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so_once(
 
 
 def test_named_routes_that_compiled_code_does_not_take_are_said() -> None:
-    run = Compiled(Model(), Settings(backend="eager", regions=("Block",)))
+    run = Compiled(Model().requires_grad_(False), Settings(backend="eager", regions=("Block",)))
     x = torch.randn(2, 3)
     with contract.use(geglu="reference", attention="math"):  # itself, and one opaque node
         run(x)
