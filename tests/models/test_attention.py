@@ -8,7 +8,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from clearway.models._attention import Processor, refuse, refuse_packed, unpack
+from clearway.models._attention import Processor, refuse, refuse_packed
+from clearway.models._joined import unpack
 
 
 def attention(context: int | None = None, **options: Any) -> Attention:
@@ -52,7 +53,7 @@ def test_self_attention(packed: bool, bias: bool) -> None:
     attn.double()
     agree(attn, X.double())
     before = [weight.clone() for weight in attn.parameters()]
-    unpack(attn)
+    unpack([attn.to_q, attn.to_k, attn.to_v])
     assert all(torch.equal(one, other) for one, other in zip(attn.parameters(), before, strict=True))
     pointers = {weight.untyped_storage().data_ptr() for weight in attn.parameters()}
     assert len(pointers) == len(before)
@@ -162,7 +163,7 @@ def test_a_wrapped_projection_is_called_and_not_kept() -> None:
     alone.to_q.scale = 2.0
     agree(alone, X)
     assert "wrapped" in str(refuse_packed(alone))
-    unpack(alone)
+    unpack([alone.to_q, alone.to_k, alone.to_v])
     assert made.stock is not None
 
 

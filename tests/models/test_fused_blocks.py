@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.activations import GEGLU
-from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
@@ -122,42 +121,6 @@ def test_an_upsampler_that_is_handed_over() -> None:
     hooked = upsampler()
     hooked.conv.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     agree(hooked, _fused_blocks.upsample, X, fused=False)
-
-
-def transformer(**options: Any) -> BasicTransformerBlock:
-    torch.manual_seed(0)
-    return BasicTransformerBlock(16, 2, 8, **({"cross_attention_dim": 12} | options)).eval()
-
-
-TOKENS, CONTEXT = torch.randn(2, 7, 16), torch.randn(2, 5, 12)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"cross_attention_dim": None},
-        {"only_cross_attention": True},
-        {"double_self_attention": True, "cross_attention_dim": None},
-        {"norm_elementwise_affine": False, "activation_fn": "gelu"},
-    ],
-    ids=str,
-)
-def test_a_transformer_block(options: dict[str, Any]) -> None:
-    block = transformer(**options)
-    context = CONTEXT if block.attn2 is not None and not options.get("double_self_attention") else None
-    agree(block, _fused_blocks.transformer, TOKENS, encoder_hidden_states=context)
-
-
-def test_a_transformer_block_that_is_handed_over() -> None:
-    chunked = transformer()
-    chunked.set_chunk_feed_forward(1, 0)
-    agree(chunked, _fused_blocks.transformer, TOKENS, None, CONTEXT, fused=False)
-    placed = transformer(positional_embeddings="sinusoidal", num_positional_embeddings=16)
-    agree(placed, _fused_blocks.transformer, TOKENS, None, CONTEXT, fused=False)
-    adaptive = transformer(norm_type="ada_norm", num_embeds_ada_norm=4)
-    assert "ada_norm" in str(_fused_blocks.refuse_transformer(adaptive))
-    agree(adaptive, _fused_blocks.transformer, TOKENS, None, CONTEXT, None, torch.tensor(2), fused=False)
 
 
 def test_single_layers() -> None:

@@ -78,11 +78,17 @@ def run(*shape: int, groups: int, last: bool = False) -> None:
     group_norm_silu_triton.run(x, None, None, groups, 1e-5, None, True)
 
 
-def test_small_groups_take_one_launch_and_large_ones_three(launches: Launches) -> None:
+def test_small_groups_take_one_launch_whole_rows_two_and_other_large_ones_three(launches: Launches) -> None:
     run(2, 1280, 8, 8, groups=32)
     assert [(name, grid) for name, grid, *_ in launches] == [("_group", (32, 2))]
     launches.clear()
     run(1, 128, 1024, 1024, groups=32, last=True)
+    assert [name for name, *_ in launches] == ["_sums", "_normalise"]
+    launches.clear()
+    run(1, 128, 1024, 1024, groups=32)
+    assert [name for name, *_ in launches] == ["_moments", "_merge", "_apply"]
+    launches.clear()
+    run(1, 8200, 64, 64, groups=1, last=True)  # a row that no tile holds
     assert [name for name, *_ in launches] == ["_moments", "_merge", "_apply"]
 
 
@@ -101,10 +107,16 @@ def test_grids_cover_everything(launches: Launches, shape: tuple[int, ...], last
             assert grid[1] * constants["BLOCK_C"] >= shape[1] and grid[2] == shape[0]
         if name == "_apply":
             assert grid[0] * constants["BLOCK_P"] >= size
+        if name in ("_sums", "_normalise"):
+            chunk = args[6] if name == "_sums" else args[9]
+            assert (grid[0] - 1) * chunk < size <= grid[0] * chunk and chunk % constants["BLOCK_P"] == 0
+            assert constants["GROUPS"] * constants["PER_GROUP"] >= shape[1] and grid[1] == shape[0]
         assert max(grid[1:]) <= 65535
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_images_beyond_two_to_the_31_are_taken(launches: Launches, last: bool) -> None:
     run(1, 128, 8192, 8192, groups=32, last=last)
-    assert launches[-1][1][0] * launches[-1][3]["BLOCK_P"] >= 8192 * 8192
+    name, grid, args, constants = launches[-1]
+    rows = args[9] if name == "_normalise" else constants["BLOCK_P"]
+    assert grid[0] * rows >= 8192 * 8192

@@ -85,15 +85,17 @@ def assert_compiled(found: list[dict[str, Any]]) -> None:
     assert {line["sm"] for line in found} == {80, 86, 89, 90, 120}
     assert [line for line in found if line["problem"]] == []
     for line in found:
-        name = dict(TRITON_TOO).get(line["op"], "triton")
-        evidence.note(line["op"], name, "compiled", f"sm_{line['sm']}")
+        names = [name for op, name in TRITON_TOO if op == line["op"]] or ["triton"]
+        for name in names:
+            evidence.note(line["op"], name, "compiled", f"sm_{line['sm']}")
 
 
 @needs_triton
 def test_each_kernel_compiles_for_each_target(tmp_path: Path) -> None:
     found = lines_of("ops.compiled", "sample", tmp_path)
     assert_compiled(found)
-    few = ("_merge", "_softmax_rows")  # rows of 64 at the first real shape
+    # rows of 64 at the first real shape; rows cut into groups of 10
+    few = ("_merge", "_softmax_rows", "_sums", "_normalise")
     streaming = [line for line in found if line["kernel"] not in few]
     assert [line for line in streaming if not line["vectors"]] == [], (
         "real shapes are read 16 bytes at a time"

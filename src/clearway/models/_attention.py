@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from clearway.execution.kept import Kept
-from clearway.models._bound import needs_gradient, plain, plain_weight
+from clearway.models._bound import needs_gradient
+from clearway.models._joined import Joined, ordinary
 from clearway.ops.attention import attention
 
 
@@ -37,10 +37,7 @@ class Processor:
         self.promised, self.packed = promised, packed
         self.kept = Kept() if kept else None
         _listen()
-        self._one: tuple[Tensor, Tensor | None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_one": None}  # made again from the copy's own weights
+        self._weight, self._bias = Joined(), Joined()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -98,20 +95,17 @@ class Processor:
         def compute() -> tuple[Tensor, Tensor]:
             return attn.to_k(read), attn.to_v(read)
 
-        if self.kept is None or not (_ordinary(attn.to_k) and _ordinary(attn.to_v)):
+        if self.kept is None or not (ordinary(attn.to_k) and ordinary(attn.to_v)):
             return attn.to_q(x), *compute()
         weights = [*attn.to_k.parameters(), *attn.to_v.parameters()]
         k, v = self.kept.get(context, weights, compute, self.promised)
         return attn.to_q(x), k, v
 
     def _packed(self, attn: Any) -> tuple[Tensor, Tensor | None]:
-        """The three weights as one tensor, of which they are views: in memory once, changes in place seen."""
+        """The three weights as one tensor, and the biases."""
         layers = (attn.to_q, attn.to_k, attn.to_v)
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if self._one is None or not (_are_parts(weights, self._one[0]) and _are_parts(biases, self._one[1])):
-            with torch.inference_mode(False), torch.no_grad():
-                self._one = _joined(weights), None if biases[0] is None else _joined(biases)
-        return self._one
+        bias = None if attn.to_q.bias is None else self._bias.get([layer.bias for layer in layers])
+        return self._weight.get([layer.weight for layer in layers]), bias
 
 
 def default(part: Any) -> None:
@@ -140,32 +134,6 @@ def _listen() -> None:
     register_module_module_registration_hook(replaced)
 
 
-def unpack(attn: Any) -> None:
-    """Gives three projections' weights memory of their own again, where they are parts of one tensor."""
-    for layer in (attn.to_q, attn.to_k, attn.to_v):
-        for parameter in getattr(layer, "base_layer", layer).parameters(recurse=False):
-            if parameter.data.untyped_storage().nbytes() != parameter.data.nbytes:
-                parameter.data = parameter.data.clone()
-
-
-def _are_parts(parts: list[nn.Parameter], whole: Tensor | None) -> bool:
-    if whole is None:
-        return parts[0] is None
-    views = zip(parts, whole.chunk(3), strict=True)
-    return all(part.dtype == view.dtype and part.data_ptr() == view.data_ptr() for part, view in views)
-
-
-def _joined(parts: list[nn.Parameter]) -> Tensor:
-    whole = torch.cat([part.data for part in parts])
-    for part, view in zip(parts, whole.chunk(3), strict=True):
-        part.data = view
-    return whole
-
-
-def _ordinary(layer: Any) -> bool:
-    return plain(layer, nn.Linear) and plain_weight(layer.weight)
-
-
 def refuse(attn: Any) -> str | None:
     """Why this attention is not computed by `Processor`; asked of each call, since adapters come and go."""
     if attn.spatial_norm is not None or attn.norm_cross is not None:
@@ -182,7 +150,7 @@ def refuse_packed(attn: Any) -> str | None:
     layers = (attn.to_q, attn.to_k, attn.to_v)
     if attn.is_cross_attention:
         return "its keys come from elsewhere"
-    if not all(_ordinary(layer) for layer in layers):
+    if not all(ordinary(layer) for layer in layers):
         return "a projection is wrapped, quantised or hooked"
     if len({(layer.weight.shape, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
         return "its projections differ in shape"

@@ -3,7 +3,7 @@
 Each takes what its class's forward takes and hands over to it where a gradient is needed or a part that it
 would pass by was meanwhile replaced, hooked or wrapped. Convolutions, linear layers and attentions are called
 as modules, so LoRA, quantisation and hooks on them work as before.
-Source: diffusers 0.36 to 0.42.1, models/resnet.py, attention.py, activations.py.
+Source: diffusers 0.36 to 0.42.1, models/resnet.py, upsampling.py, activations.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight, unheard
+from clearway.models._time_embedding import projected
 from clearway.ops.geglu import geglu
 from clearway.ops.group_norm_silu import group_norm_silu
-from clearway.ops.layer_norm import layer_norm
 from clearway.ops.residual_add import residual_add
 from clearway.ops.upsample_conv import upsample_conv
 
@@ -40,7 +40,7 @@ def resnet(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: 
     h = block.conv1(h)
     shift = None  # the VAE's blocks add none
     if block.time_emb_proj is not None and temb is not None and block.time_embedding_norm == "default":
-        shift = block.time_emb_proj(temb if block.skip_time_act else F.silu(temb))
+        shift = projected(block, temb, folded=False)
     h = block.conv2(block.dropout(_norm(block.norm2, h, shift)))
     if block.conv_shortcut is not None:
         input_tensor = block.conv_shortcut(input_tensor)
@@ -67,8 +67,7 @@ def folded_resnet(
     shift: Tensor | None = block.conv1.bias
     h = _without_bias(block.conv1, _norm(block.norm1, input_tensor))
     if block.time_emb_proj is not None and temb is not None and block.time_embedding_norm == "default":
-        projected = block.time_emb_proj(temb if block.skip_time_act else F.silu(temb))
-        shift = projected if shift is None else projected + shift
+        shift = projected(block, temb, folded=True)
     h = _without_bias(block.conv2, block.dropout(_norm(block.norm2, h, shift)))
     bias: Tensor | None = block.conv2.bias
     if block.conv_shortcut is not None:
@@ -103,46 +102,6 @@ def refuse_resnet(block: Any) -> str | None:
     return None
 
 
-def transformer(
-    block: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    timestep: Any = None,
-    cross_attention_kwargs: dict[str, Any] | None = None,
-    class_labels: Any = None,
-    added_cond_kwargs: Any = None,
-) -> Any:
-    """BasicTransformerBlock: each residual addition inside the LayerNorm that follows it."""
-    x, given = hidden_states, dict(cross_attention_kwargs or {})
-    if x.dim() != 3 or "gligen" in given or needs_gradient(block, x) or refuse_transformer(block):
-        return own(
-            block,
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            timestep,
-            cross_attention_kwargs,
-            class_labels,
-            added_cond_kwargs,
-        )
-    normed, _ = _layer_norm(block.norm1, x, None)
-    context = encoder_hidden_states if block.only_cross_attention else None
-    out = block.attn1(normed, encoder_hidden_states=context, attention_mask=attention_mask, **given)
-    if block.attn2 is not None:
-        normed, x = _layer_norm(block.norm2, out, x)
-        out = block.attn2(
-            normed,
-            encoder_hidden_states=encoder_hidden_states,
-            attention_mask=encoder_attention_mask,
-            **given,
-        )
-    normed, x = _layer_norm(block.norm3, out, x)
-    return block.ff(normed) + x
-
-
 def upsample(block: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Upsample2D by two with its convolution."""
     x = hidden_states
@@ -161,45 +120,6 @@ def refuse_upsample(block: Any) -> str | None:
         return "its convolution is wrapped, hooked or not 3x3"
     if conv.stride != (1, 1) or conv.groups != 1 or conv.dilation != (1, 1):
         return "its convolution strides, dilates or is grouped"
-    return None
-
-
-def image_of_tokens(
-    block: Any,
-    hidden_states: Tensor,
-    residual: Tensor,
-    batch_size: int,
-    height: int,
-    width: int,
-    inner_dim: int,
-) -> Tensor:
-    """The end of Transformer2DModel: tokens (B, h w, C) are a channels-last image as they lie.
-
-    Diffusers copies them into a contiguous one.
-    """
-    x = hidden_states if not block.use_linear_projection else block.proj_out(hidden_states)
-    x = x.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
-    if not block.use_linear_projection:
-        x = block.proj_out(x)
-    return x + residual
-
-
-def _layer_norm(norm: nn.LayerNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
-    return out
-
-
-def refuse_transformer(block: Any) -> str | None:
-    """Why this block's norms cannot take its residual additions."""
-    if block.norm_type != "layer_norm":
-        return f"norm_type is {block.norm_type!r}"
-    if block.pos_embed is not None:
-        return "it adds positions after its norms"
-    if block._chunk_size is not None:
-        return "its feed-forward is chunked"
-    norms = (block.norm1, block.norm3) if block.attn2 is None else (block.norm1, block.norm2, block.norm3)
-    if not all(plain(norm, nn.LayerNorm) for norm in norms):
-        return "one of its norms is no plain LayerNorm, or hooked"
     return None
 
 

@@ -17,7 +17,15 @@ from torch import nn
 
 from clearway.errors import RequestError, nearest
 from clearway.execution import EXECUTORS, forget
-from clearway.models import _attention, _dit, _executors, _fused_blocks
+from clearway.models import (
+    _attention,
+    _dit,
+    _executors,
+    _fused_blocks,
+    _joined,
+    _time_embedding,
+    _transformers,
+)
 from clearway.models._bound import Bound, occupied, plain, plain_weight
 from clearway.models._report import Report
 from clearway.models.chosen import MARK
@@ -31,11 +39,12 @@ OPS = (
     "group_norm_silu",
     "layer_norm",
     "residual_add",
+    "time_embedding",
     "upsample_conv",
 )
 """What can be put in place, each on its own; `cross_kv` (keys and values of a context once) comes with
-`attention`, whose processor does it, `residual_add` (convolutions' biases folded away) with
-`group_norm_silu`."""
+`attention`, whose processor does it, `residual_add` (convolutions' biases folded away) and `time_embedding`
+(all blocks' projections of it as one) with `group_norm_silu`."""
 
 EVERY = (*OPS, *_dit.OPS)
 """With what is put in place in transformers (Flux, SD 3) alone."""
@@ -57,7 +66,7 @@ def accelerate(
     *,
     executor: str = _executors.AUTO,
     layout: str | None = "channels_last",
-    packed_qkv: bool = False,
+    packed_qkv: bool | None = None,
 ) -> Report:
     """Puts `ops` and an executor in place in `target` and lays its convolutions' weights out; the report says
     where, and later what ran.
@@ -65,8 +74,9 @@ def accelerate(
     `target`: a Diffusers pipeline, a module (UNet2DConditionModel, AutoencoderKL, ...) or a Model. What was
     put there before is taken away first. `executor` runs the UNet or transformer, ControlNets, the VAE's
     decoder and the text encoders: "auto" is captured CUDA graphs on CUDA devices and nothing elsewhere; a
-    Model is run as its choices say. `layout` None leaves memory as it is. Raises RequestError for a target,
-    op, executor or layout that is none of these.
+    Model is run as its choices say. `layout` None leaves memory as it is; `packed_qkv` makes one projection
+    of three in self-attention, None where the part is on a CUDA device. Raises RequestError for a target, op,
+    executor or layout that is none of these.
     """
     chosen = tuple(ops)
     for name in chosen:
@@ -87,7 +97,8 @@ def accelerate(
     restore(target)
     report = Report()
     for label, part in parts:
-        _place(label, part, chosen, layout, packed_qkv, isinstance(target, Model), report)
+        packed = _on_cuda(part) if packed_qkv is None else packed_qkv
+        _place(label, part, chosen, layout, packed, isinstance(target, Model), report)
         if layout == "channels_last" and _has_images(part):
             _channels_last(label, part, report)
         if not isinstance(target, Model):
@@ -147,6 +158,10 @@ def _parts(target: Any) -> Iterator[tuple[str, nn.Module]]:
         )
 
 
+def _on_cuda(part: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in part.parameters())
+
+
 def _walk(label: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in part.named_modules():
         yield f"{label}.{name}" if name else label, module
@@ -169,6 +184,7 @@ def _place(
     from diffusers.models.upsampling import Upsample2D
 
     within: set[int] = set()  # norms that are computed with what is around them
+    timed: list[nn.Module] = []
     modules = list(_walk(label, part))
     for name, module in modules:
         kind = type(module)
@@ -180,28 +196,30 @@ def _place(
             within |= {id(module.norm1), id(module.norm2)}
             run = _fused_blocks.folded_resnet if "residual_add" in ops else _fused_blocks.resnet
             why = _fused_blocks.refuse_resnet(module)
-            if _bind(name, module, "group_norm_silu", run, why, report) and "residual_add" in ops:
-                report.place("residual_add", name)
+            if _bind(name, module, "group_norm_silu", run, why, report):
+                if "residual_add" in ops:
+                    report.place("residual_add", name)
+                if "time_embedding" in ops and not _time_embedding.refuse(module):
+                    report.place("time_embedding", name)
+                    timed.append(module)
         elif kind is Upsample2D and "upsample_conv" in ops:
             why = _fused_blocks.refuse_upsample(module)
             _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report)
-        elif kind is Transformer2DModel and layout == "channels_last" and module.is_input_continuous:
-            module.__dict__[_TOKENS] = Bound(_fused_blocks.image_of_tokens, module)
+        elif kind is Transformer2DModel and module.is_input_continuous:
+            if layout == "channels_last":
+                module.__dict__[_TOKENS] = Bound(_transformers.image_of_tokens, module)
+            if "layer_norm" in ops:
+                _bind(name, module, "transformer", _transformers.blocks_of_image, None, report)
         elif kind is BasicTransformerBlock and "layer_norm" in ops:
-            _bind(
-                name,
-                module,
-                "layer_norm",
-                _fused_blocks.transformer,
-                _fused_blocks.refuse_transformer(module),
-                report,
-            )
+            why = _transformers.refuse_transformer(module)
+            _bind(name, module, "layer_norm", _transformers.transformer, why, report)
         elif kind is GEGLU and "geglu" in ops:
             _bind(name, module, "geglu", _fused_blocks.gated, None, report)
         elif kind is Attention and "attention" in ops:
             _swap(name, module, "cross_kv" in ops, packed, promised, report)
     if "group_norm_silu" not in ops:
         return
+    _time_embedding.place(timed)
     for name, module in modules:
         last, activation = (module._modules.get(key) for key in ("conv_norm_out", "conv_act"))
         if last is not None and plain(last, nn.GroupNorm) and plain(activation, nn.SiLU):
@@ -302,7 +320,8 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
         held["processor"] = processor.stock
         report.place("restored", name)
     if held.pop(_PACKED, False):
-        _attention.unpack(module)
+        _joined.unpack([module.to_q, module.to_k, module.to_v])
+    _time_embedding.take_away(module)
     for key, stride in held.pop(_STRIDES, {}).items():
         weight = module._parameters.get(key)
         if weight is not None and weight.dim() == len(stride):

@@ -25,6 +25,7 @@ from clearway.ops import (
     _triton,
     attention_gemm,
     attention_streaming,
+    attention_tiled,
     attention_torch,
     budget,
 )
@@ -47,6 +48,11 @@ CUDA_CUDNN_CAPABILITY, CUDA_CUDNN_TOKENS = (9, 0), 1024
 2026-11-29, ms, flash against cuDNN: 2x10x4096x4096x64 0.306, 0.189; 2x20x1024x1024x64 0.055, 0.036;
 2x8x4096x4096x40 0.281, 0.155 (bench/results/nvidia-h200/ops_attention.jsonl). Slower on A100 (0.82x) and
 Blackwell (0.88x; huggingface/transformers#48163)."""
+
+CUDA_FEW_KEYS, CUDA_SHORT = 128, {64: 1024, 160: 256}
+"""On Hopper `tiled` is preferred in half precision up to so many keys, which it takes as one tile
+(cross-attention, the UNets' smallest images), and in heads of these sizes up to these numbers of keys, where
+it is level with cuDNN alone and needs none of the fills that cuDNN launches before it."""
 
 
 def inputs(
@@ -106,6 +112,8 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "64, contiguous", inputs(1, 4, 64, 64, 64, permuted=False)
     yield "heads of 20", inputs(1, 2, 40, 40, 20)
     yield "scale", inputs(1, 2, 40, 77, 64, scale=0.5)
+    yield "several tiles of keys", inputs(1, 2, 70, 300, 40)
+    yield "whole tiles of keys", inputs(1, 1, 70, 256, 64)
     yield "large scores", inputs(1, 2, 40, 77, 40, scale=4.0)
     yield "packed q, k and v", _packed()
     yield "broadcast k and v", _broadcast()
@@ -146,6 +154,12 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "gemm", "causal", inputs(1, 2, 8, 8, 40, is_causal=True)
     yield "gemm", "float64", (q.double(), k.double(), v.double(), *rest)
     yield "gemm", "keys", (q, k.repeat(1, 1, 4096, 1), v.repeat(1, 1, 4096, 1), *rest)
+    yield "tiled", "mask", (*plain[:5], mask)
+    yield "tiled", "causal", inputs(1, 2, 8, 8, 40, is_causal=True)
+    yield "tiled", "float64", (q.double(), k.double(), v.double(), *rest)
+    yield "tiled", "heads of 200", inputs(1, 2, 8, 8, 200)
+    yield "tiled", "differ", inputs(1, 2, 8, 8, 40, value_size=80)
+    yield "tiled", "not contiguous", (q.transpose(2, 3).contiguous().transpose(2, 3), k, v, *rest)
     yield "streaming", "axes", (q[0], k[0], v[0], *rest)
     yield "sdpa", "together", (*plain[:4], True, mask)
 
@@ -252,6 +266,9 @@ for _name in ("cudnn", "flash", "efficient"):
 def _prefer_on_cuda(q: Tensor, k: Tensor, *_: Any) -> str | None:
     if q.shape[-1] > CUDA_WIDE_HEADS and q.dtype != torch.float32:
         return "gemm"
+    few = max(CUDA_FEW_KEYS, CUDA_SHORT.get(q.shape[-1], 0))
+    if k.shape[-2] <= few and q.dtype != torch.float32:
+        return "tiled" if attention_torch.capability(q) == CUDA_CUDNN_CAPABILITY else None
     if q.shape[-2] < CUDA_CUDNN_TOKENS or k.shape[-2] < CUDA_CUDNN_TOKENS:
         return None
     return "cudnn" if attention_torch.capability(q) == CUDA_CUDNN_CAPABILITY else None
@@ -306,6 +323,13 @@ attention.implementation(
     refuse=attention_gemm.refuse,
     sources=("attention_gemm.py", "_triton.py"),
 )(attention_gemm.run)
+attention.implementation(
+    "tiled",
+    device="cuda",
+    absent=_triton.absent,
+    refuse=attention_tiled.refuse,
+    sources=("attention_tiled.py", "_triton.py"),
+)(attention_tiled.run)
 attention.implementation(
     "streaming",
     device="any",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -65,14 +66,27 @@ def _refuse(h: Tensor) -> str | None:
 
 
 @kernel
-def _forward(h, out, width, h_row, blocks, BLOCK: tl.constexpr):
+def _cumulative(b):
+    """(1 + erf(b / √2)) / 2 to 1e-7: half of t·(a1 + t·(a2 + …)) exp(-b²/2) below 0 and its complement above.
+
+    Source: Abramowitz and Stegun 1964, 7.1.26 (Hastings). A third of the instructions of erf.
+    """
+    t = 1.0 / (1.0 + 0.2316418882 * tl.abs(b))
+    y = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+    y = t * (0.127414796 + t * (-0.142248368 + t * y)) * tl.exp2(-0.7213475204444817 * b * b)
+    return tl.where(b < 0, y, 1.0 - y)
+
+
+@kernel
+def _forward(h, out, width, h_row, blocks, EXACT: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     c = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     live = c < width
     a = tl.load(h + row * h_row + c, mask=live, other=0.0).to(tl.float32)
     b = tl.load(h + row * h_row + width + c, mask=live, other=0.0).to(tl.float32)
-    y = a * (0.5 * b * (1.0 + tl.erf(b * 0.7071067811865476)))
+    below = 0.5 * (1.0 + tl.erf(b * 0.7071067811865476)) if EXACT else _cumulative(b)  # type: ignore[operator]
+    y = a * (b * below)
     tl.store(out + row * width + c, y.to(out.dtype.element_ty), mask=live)
 
 
@@ -87,8 +101,9 @@ def _triton_run(h: Tensor) -> Tensor:
     _forward.launch(
         (blocks * (out.numel() // width),),
         *(h, out, width, row_stride(h), blocks),
+        EXACT=h.dtype == torch.float32,
         BLOCK=block,
-        num_warps=max(block // 256, 1),
+        num_warps=max(block // 512, 1),
     )
     return out
 

@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "mean 1000", inputs(1, 8, 6, 10, groups=2, mean=1000.0)
     yield "several tiles a group", inputs(1, 12, 31, 33, groups=2, shift=1)
     yield "several tiles a group, channels last", inputs(2, 24, 19, 23, groups=2, last=True, shift=2)
-    yield "two passes", inputs(1, 6, 117, 150, groups=2, mean=1000.0)
+    yield "two passes", inputs(1, 6, 117, 150, groups=2, mean=1000.0, shift=2)
     yield "two passes, channels last", inputs(1, 6, 117, 150, groups=2, last=True, mean=1000.0, shift=1)
     yield "one group, no affine, no SiLU", inputs(2, 5, 3, 4, groups=1, affine=False, activation=False)
     half = inputs(2, 12, 6, 8, groups=3)
@@ -154,7 +154,7 @@ def _refuse_triton(
     device="cuda",
     absent=_triton.absent,
     refuse=_refuse_triton,
-    sources=("group_norm_silu_triton.py", "_triton.py"),
+    sources=("group_norm_silu_triton.py", "group_norm_rows_triton.py", "_triton.py"),
 )
 def _triton_run(
     x: Tensor,

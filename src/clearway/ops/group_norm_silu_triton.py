@@ -1,4 +1,5 @@
-"""Triton kernels of group_norm_silu: one that keeps or re-reads a group, and three for large groups.
+"""Triton kernels of group_norm_silu: one that keeps or re-reads a group, and three for large groups that
+are no whole rows (group_norm_rows_triton.py has those).
 
 All take x as (N, C, P) by strides, so one text serves contiguous and channels-last. Sums are fp32 of
 differences from a mean of part of the same data: with that part a fraction f of a sum, squares lose at most
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clearway.ops import group_norm_rows_triton
 from clearway.ops._layout import plane_strides
 from clearway.ops._triton import kernel, power_of_two, tl, warps
 
@@ -218,15 +220,18 @@ def run(
     activation: bool,
 ) -> Tensor:
     """The op, for arguments it does not refuse."""
-    out = torch.empty_like(x)
     batch, channels = x.shape[:2]
     size, per_group = x.numel() // (batch * channels), channels // groups
+    inner = size > 1 and x.stride(1) == 1  # channels lie next to each other
+    one_pass = _one_pass(per_group, size, batch * groups, inner)
+    if inner and not one_pass and group_norm_rows_triton.takes(channels, groups):
+        return group_norm_rows_triton.run(x, weight, bias, groups, eps, shift, activation)
+    out = torch.empty_like(x)
     x_strides, out_strides = plane_strides(x), plane_strides(out)
     assert x_strides is not None and out_strides is not None
-    inner = x_strides[1] == 1 and size > 1  # channels lie next to each other
     shift_row = shift.stride(0) if shift is not None and shift.dim() == 2 else 0
     has = {"HAS_WEIGHT": weight is not None, "HAS_SHIFT": shift is not None}
-    if _one_pass(per_group, size, batch * groups, inner):
+    if one_pass:
         block_c, block_p = _tile(per_group, size, inner)
         unit = min(per_group & -per_group, 16)
         _group.launch(

@@ -134,6 +134,15 @@ def _forward(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live)
 
 
+def _tile(rows: int, width: int) -> tuple[int, int, int]:
+    """(rows, padded width, warps) of a program. Many rows of 1025 to 2048 take two a program, of a warp each:
+    5.8 us in place of 7.0 at 2048 x 1280 with residual (H200, fp16)."""
+    tile, block = _triton.row_tile(width)
+    if block == 2048 and rows >= 1024:
+        return 2, block, 2
+    return tile, block, _triton.warps(2 * tile * block)
+
+
 @layer_norm.implementation(
     "triton", device="cuda", absent=_triton.absent, refuse=_refuse_triton, sources=("_triton.py",)
 )
@@ -143,7 +152,8 @@ def _triton_run(
     out = x.new_empty(x.shape)
     total = x.new_empty((0,) if residual is None else x.shape)
     width = x.shape[-1]
-    rows, (tile, block) = x.numel() // width, _triton.row_tile(width)
+    rows = x.numel() // width
+    tile, block, warps = _tile(rows, width)
     _forward.launch(
         (-(-rows // tile),),
         *(x, x if residual is None else residual, x if weight is None else weight),
@@ -154,7 +164,7 @@ def _triton_run(
         HAS_BIAS=bias is not None,
         ROWS=tile,
         BLOCK=block,
-        num_warps=_triton.warps(2 * tile * block),
+        num_warps=warps,
     )
     return out, total
 
