@@ -229,6 +229,22 @@ def synchronize(device: Device) -> None:
         torch.xpu.synchronize()
 
 
+def mark(device: Device) -> Any:
+    """This point in what a CUDA device has been asked to do, for `between`."""
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(str(device)))
+    return event
+
+
+def between(first: Any, last: Any) -> float:
+    """Seconds that the device took from one mark to a later one; waits until it has come to that."""
+    last.synchronize()
+    milliseconds: float = first.elapsed_time(last)
+    return milliseconds / 1000
+
+
 def to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     """A CPU tensor on `device`; on CUDA by way of pinned memory, for which the host does not wait."""
     if device.kind == "cuda":

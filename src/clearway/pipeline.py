@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
     assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open
     clock, routes, results = Clock(model.device, on_event), Counter[str](), list[Result]()
     dtype = machine.dtype(model.precision.sampling)
+    hashing = _hashing(model)
     placed = place(model, request)
     seeds, size = request.seeds(), placed.batch
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
@@ -125,6 +127,7 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
                 decoded = decode(model, latents, vae, placed.tiled)
                 images = to_uint8(decoded.pixels)
             # 8. the result, with everything that repeats it
+            hashing.join()
             results.append(
                 Result(
                     images=images,
@@ -189,6 +192,18 @@ def _infotext(
         vae_tiling=decoded.tiles[index],
     )
     return infotext.build(request.prompt, request.negative_prompt, values)
+
+
+def _hashing(model: Model) -> Thread:
+    """Computes the model's hash beside the drawing: the first time it reads through gigabytes."""
+
+    def work() -> None:
+        with suppress(Exception):  # whoever asks for it gets the error
+            model.hash  # noqa: B018
+
+    thread = Thread(target=work, name="clearway-hash", daemon=True)
+    thread.start()
+    return thread
 
 
 def _resolved(request: Request, model: Model) -> Request:

@@ -20,9 +20,9 @@ class Result:
     """What `generate` returns.
 
     `images` is uint8 (B, H, W, 3); `seeds` and `infotexts` have one entry an image. `timings_ms` maps a stage
-    to host milliseconds. `routes` maps "part/implementation" to how often it ran; `choices` is how the
-    networks were to run. `request` is the request with nothing left open; `notes` are sentences worth showing
-    (a precision retry, an ignored setting, a part that ran otherwise than chosen).
+    to milliseconds, on CUDA of the device's time. `routes` maps "part/implementation" to how often it ran;
+    `choices` is how the networks were to run. `request` is the request with nothing left open; `notes` are
+    sentences worth showing (a precision retry, an ignored setting, a part that ran otherwise than chosen).
     """
 
     images: np.ndarray

@@ -120,7 +120,7 @@ Noise = Callable[[float, float], "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class StageDone:
-    """A stage of a generation has ended; `seconds` is host time, the device waited for where it matters."""
+    """A stage of a generation has ended; `seconds` is host time, on CUDA of issuing the stage alone."""
 
     name: str
     seconds: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,31 @@ def test_text_encoders_are_not_compiled(sd1: Model, monkeypatch: pytest.MonkeyPa
     assert made == {"unet": "compiled", "vae": "compiled", "text_encoder": "eager"}
 
 
+def test_the_models_hash_is_computed_beside_the_drawing(sd1: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is read through while the networks run; a failure is raised where the hash is needed."""
+    from clearway.models import model as module
+
+    drawing, threads = threading.Event(), list[threading.Thread]()
+
+    def slow(files: Any) -> str:
+        threads.append(threading.current_thread())
+        assert drawing.wait(60)
+        return "0123456789"
+
+    def listen(event: Any) -> None:
+        if isinstance(event, StepDone):
+            drawing.set()
+
+    monkeypatch.setattr(module, "short_hash", slow)
+    fresh = dataclasses.replace(sd1)
+    result = clearway.generate(change(), fresh, listen)
+    assert "Model hash: 0123456789" in result.infotexts[0]
+    assert threads != [threading.main_thread()] and len(threads) == 1
+    monkeypatch.setattr(module, "short_hash", lambda _: (_ for _ in ()).throw(FileNotFoundError("gone")))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        clearway.generate(change(), dataclasses.replace(sd1))
+
+
 def test_a_model_can_be_named(tmp_path: Path) -> None:
     folder = tiny_sd1(tmp_path)
     assert clearway.generate(change(width=32, height=32, steps=1), str(folder)).images.shape == (1, 32, 32, 3)
@@ -355,6 +381,34 @@ def test_the_loop_never_waits_for_the_device(
     # the schedule on the CPU is read before the first step, however many steps there are; nothing else is
     assert set(calls) <= {"tolist"} and len(calls) == 2 * before_the_loop
     assert waits.found == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "Heun", "DPM++ 2M", "DPM++ SDE", "DDIM"])
+def test_on_a_device_nothing_waits_from_the_words_to_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = clearway.load(str(tiny_sd1(tmp_path)), device="cuda")
+    wanted = change(sampler=sampler, ngms=2.0, prompt="a (red:1.2) apple", steps=5)
+    clearway.generate(wanted, model)  # captures, tests and tunes what there is
+    encode, sample = pipeline.encode, pipeline.sampling.sample
+
+    def watched(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    monkeypatch.setattr(pipeline, "encode", watched(encode))
+    monkeypatch.setattr(pipeline.sampling, "sample", watched(sample))
+    result = clearway.generate(dataclasses.replace(wanted, seed=8), model)
+    assert set(result.timings_ms) == {"prompt", "text", "schedule", "noise", "sampling", "vae"}
 
 
 def test_a_memory_budget_that_decided_is_written_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,17 @@ def test_a_known_file_is_not_read_again_and_a_changed_one_is(
     assert hashes.sha256([path]) == hashlib.sha256(b"two").hexdigest()
 
 
+def test_what_this_process_knows_needs_no_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    monkeypatch.setenv("CLEARWAY_HOME", str(path))  # a file: nothing can be kept in it
+    first = hashes.sha256([path])
+    monkeypatch.setattr(hashes.hashlib, "sha256", lambda: pytest.fail("read again"))
+    assert hashes.sha256([path]) == first
+
+
 def test_a_spoilt_or_unwritable_cache_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"one")

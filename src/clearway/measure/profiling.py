@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from clearway.clock import waiting
 from clearway.measure.ceilings import Ceilings
 from clearway.measure.counts import counting
 from clearway.measure.inside import Inner, inner
@@ -157,7 +158,8 @@ class Profiler:
 
         self.timer.synchronize()
         begun = mark = self.timer.now()
-        result = self.draw(request, self.model, listen)
+        with waiting():
+            result = self.draw(request, self.model, listen)
         self.timer.synchronize()
         return (self.timer.now() - begun) * 1000, dict(stage_ms), result
 
@@ -174,7 +176,11 @@ class Profiler:
         if inside and model.choices.executor != "eager":  # to look inside, modules must run one by one
             model = replace(model, choices=replace(model.choices, executor="eager"))
         self.timer.synchronize()
-        with listening(recorder, model if inside else None), recorder.span("generation", RUN) as run:
+        with (
+            waiting(),
+            listening(recorder, model if inside else None),
+            recorder.span("generation", RUN) as run,
+        ):
             self.draw(request, model, listen)
         self.timer.synchronize()
         return run.seconds * 1000

@@ -10,6 +10,8 @@ from clearway import home
 
 STORE = "hashes.json"
 LENGTH = 10
+_known: dict[tuple[str, str], str] = {}
+"""Of this process, by files and seal: where the state folder cannot be written, too."""
 
 
 def sha256(paths: Iterable[Path]) -> str:
@@ -22,16 +24,17 @@ def sha256(paths: Iterable[Path]) -> str:
     stats = [path.stat() for path in files]
     key = "|".join(str(path) for path in files)
     seal = "|".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
+    if (key, seal) in _known:
+        return _known[key, seal]
     entry = home.read_json(STORE).get(key)
     if isinstance(entry, dict) and entry.get("seal") == seal and isinstance(entry.get("sha256"), str):
-        known: str = entry["sha256"]
-        return known
+        return _known.setdefault((key, seal), entry["sha256"])
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
             while block := file.read(1 << 22):
                 digest.update(block)
-    found = digest.hexdigest()
+    found = _known[key, seal] = digest.hexdigest()
     home.write_json(home.read_json(STORE) | {key: {"seal": seal, "sha256": found}}, STORE)
     return found
 
