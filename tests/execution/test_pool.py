@@ -96,3 +96,19 @@ def test_graphs_of_a_module_that_left_its_device_go(reader: Reader) -> None:
     recorder.absent = lambda device: "it is no longer there"  # type: ignore[method-assign]
     run(torch.randn(2, 4).double(), torch.randn(2, 4).double())
     assert not run.pool.graphs
+
+
+def test_what_is_changed_before_each_call_is_not_captured_for_ever(reader: Reader) -> None:
+    """As a VAE that Diffusers raises to float32 for each picture and lowers again."""
+    run = CudaGraph(reader, "vae", Counter(), Pool(Recorder()))
+    for _ in range(5):
+        reader.double()
+        made_by(run, reader.float(), [torch.randn(2, 4)])
+    assert run.pool.captured == 1 and run.routes == {"vae/cuda_graph": 1, "vae/eager": 4}
+    assert list(run.pool.reasons) == ["it was moved or changed before its last graph was used twice"]
+    for _ in range(4):  # left as it is: captured at the second look
+        made_by(run, reader, [torch.randn(2, 4)])
+    assert run.pool.captured == 2 and run.routes["vae/eager"] == 4
+    reader.double()  # changed once in a while: captured at once
+    made_by(run, reader.float(), [torch.randn(2, 4)])
+    assert run.pool.captured == 3 and run.routes["vae/eager"] == 4

@@ -241,7 +241,8 @@ def test_a_pipeline_that_is_moved_is_captured_anew(pipe: Any, given: dict[str, A
     pipe.to(torch.float32)  # rounded now
     agrees_with_eager(pipe, given)
     assert np.abs(expected - draw(pipe, given)).max() < 0.2
-    assert not report.reasons()
+    # called once each time: after the first a graph would be captured for nothing
+    assert report.reasons().keys() == {"vae.decoder"} and len(report.reasons()["vae.decoder"]) == 1
 
 
 def test_hooks_that_move_weights_are_left_to_run_eagerly(pipe: Any, given: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ copies: the next replay does not change them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -25,9 +26,10 @@ from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import Frame, inside, within
 from clearway.execution.pool import Graph, Pool
-from clearway.ops import budget, contract
+from clearway.ops import ahead, budget, contract
 
 WARM_UPS = 2
+"""Calls before a capture; on CUDA the first of them builds kernels, and launches none of ours."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +106,8 @@ class CudaGraph:
             return None, reason
         place, graph = self.pool.choose(key, tensors[0].device, tensors)
         if graph is None:
+            if self.pool.restless and not self.pool.settled:
+                return None, "it was moved or changed before its last graph was used twice"
             if self.pool.wasted >= self.pool.limit:
                 return None, "its arguments differ from call to call"
             graph, reason = self._capture(leaves, tree, promised)
@@ -188,10 +192,18 @@ class CudaGraph:
             args, kwargs = pytree.tree_unflatten(own, tree)  # anew: a UNet takes residuals off its list
             return self.module(*args, **kwargs)
 
+        def warm() -> Any:
+            if next(turns) == 0 and device.type == "cuda":  # kernels are built at once, not one by one
+                with within(Frame(tuple(lasting))):
+                    ahead.build(run)
+                return None
+            return run()
+
+        turns = itertools.count()
         with budget.sampled(Device(device.type, device.index), limit) as sample, within(frame):
             try:
                 with contract.recording({}):
-                    expected = self.pool.backend.warm_up(run, WARM_UPS)
+                    expected = self.pool.backend.warm_up(warm, WARM_UPS)
                 with contract.recording(routes):
                     replay, output = self.pool.backend.capture(run)
             except RuntimeError as error:

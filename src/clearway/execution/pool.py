@@ -102,6 +102,10 @@ class Pool:
     evicted: int = 0
     wasted: int = 0
     turns: int = 0
+    restless: bool = False
+    """Whether the module was last changed before any graph of it was replayed again: a VAE that is raised to
+    float32 for each picture. Then it must be seen twice unchanged before it is captured once more."""
+    settled: bool = False
     _module: Fingerprint | None = None
 
     @property
@@ -113,7 +117,11 @@ class Pool:
         """The module's fingerprint; every graph goes where it is not what it was, since they would read
         memory that was given back."""
         if owner is None or (self._module is not None and self._module.holds()):
+            self.settled = True
             return self._module
+        self.settled = False
+        if self.graphs:
+            self.restless = all(graph.replays <= 1 for graph in self.graphs.values())
         self.clear()
         self._module = Fingerprint(owner)
         return self._module
