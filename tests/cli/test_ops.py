@@ -10,7 +10,7 @@ import pytest
 
 from clearway import ops
 from clearway.cli.main import main
-from clearway.ops import selftest, state
+from clearway.ops import state, verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "isolated", None)
+    monkeypatch.setattr(verdicts, "isolated", None)
 
 
 def test_the_list_has_every_implementation_and_runs_nothing(run, no_process: None) -> None:
@@ -64,7 +64,7 @@ def test_check_runs_isolated_processes_and_writes_one_file(run, monkeypatch: pyt
         wrong = one.name == "streaming"
         return state.Verdict(not wrong, "tiny float32: wrong" if wrong else "", ("float32",))
 
-    monkeypatch.setattr(selftest, "isolated", isolated)
+    monkeypatch.setattr(verdicts, "isolated", isolated)
     code, out, err = run("ops", "check", "attention", "--device", "cpu", "--output", "one.json")
     assert code == 3 and asked == [(name, "cpu", True) for name in ("sdpa", "streaming", "math")]
     assert "attention/streaming: 1 cases, failed: tiny float32: wrong" in err and "ON CPU" in out

@@ -41,14 +41,33 @@ def test_a_verdict_comes_back(made: Implementation) -> None:
     assert state.known(made, "cpu", torch.float16) is None
 
 
-def test_dtypes_add_up_and_an_unsound_one_ends_it(made: Implementation) -> None:
+def test_a_verdict_is_one_dtypes_and_without_a_dtype_it_is_all(made: Implementation) -> None:
     state.store_verdict(made, "cpu", True, "", ("float32",))
-    assert state.store_verdict(made, "cpu", True, "", ("float16",)).dtypes == ("float16", "float32")
+    state.store_verdict(made, "cpu", True, "", ("float16",))
     before = state.version()
     state.store_verdict(made, "cpu", False, "wide: wrong", ("bfloat16",))
-    found = state.known(made, "cpu", torch.float32)
-    assert found is not None and not found.sound and "wide: wrong" in found.sentence()
     assert state.version() > before
+    for _ in range(2):  # from memory, then from the disk
+        assert state.known(made, "cpu", torch.float32).sound
+        assert "wide: wrong" in state.ruled_out(made, "cpu", torch.bfloat16)
+        assert state.ruled_out(made, "cpu") is None and state.ruled_out(made, "cpu", torch.float16) is None
+        found = state.known(made, "cpu")
+        assert found.sound and found.dtypes == ("float16", "float32")
+        assert found.reason == "in bfloat16: wide: wrong"
+        state.forget()
+    state.store_verdict(made, "cpu", False, "it should have refused", ())
+    for dtype in (None, torch.float32, torch.float64):
+        assert "should have refused" in state.ruled_out(made, "cpu", dtype)
+    assert state.losses() == (
+        "stated/one is not used: its self-test on this machine failed: it should have refused",
+    )
+
+
+def test_what_cannot_be_built_in_one_dtype_is_used_in_the_others() -> None:
+    state.disable("stated", "one", "too little shared memory", torch.float32)
+    assert state.disabled("stated", "one", torch.float32) == "too little shared memory"
+    assert state.disabled("stated", "one", torch.float16) is None and state.disabled("stated", "one") is None
+    assert state.losses() == ("stated/one is not used in float32: too little shared memory",)
 
 
 def test_another_source_device_driver_or_torch_is_another_verdict(
@@ -70,10 +89,10 @@ def test_another_source_device_driver_or_torch_is_another_verdict(
     "forge",
     [
         lambda content: content | {"sound": True, "reason": ""},  # unsound made sound by hand
-        lambda content: content | {"dtypes": ["float16", "float32", "bfloat16"]},
+        lambda content: content | {"dtype": "float16"},
         lambda content: content | {"seal": "0" * 64},
         lambda content: content | {"sound": "true"},
-        lambda content: content | {"dtypes": "float32"},
+        lambda content: content | {"dtype": None},
         lambda content: content | {"identity": "cpu, of a friend"},
         lambda content: {key: value for key, value in content.items() if key != "seal"},
         lambda content: [content],
@@ -101,7 +120,7 @@ def test_a_verdict_renamed_to_another_implementation_is_not_believed(
 ) -> None:
     state.store_verdict(made, "cpu", True, "", ("float32",))
     other = Implementation("stated", "two", "cpu", lambda x: x, sources=made.sources)
-    file().rename(home.path(*state._place(other, "cpu")))
+    file().rename(home.path(*state._place(other, "cpu", "float32")))
     assert state.known(other, "cpu") is None
 
 

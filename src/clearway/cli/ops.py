@@ -90,7 +90,8 @@ def _standing(one: Implementation, kind: str) -> dict[str, str]:
     if found is None:
         return {"verdict": "untested", "detail": ": tested before first use, or by clearway ops check"}
     if found.sound:
-        return {"verdict": "sound", "detail": f" in {', '.join(found.dtypes)}, tested {found.date}"}
+        wrong = f"; not used {found.reason}" if found.reason else ""
+        return {"verdict": "sound", "detail": f" in {', '.join(found.dtypes)}, tested {found.date}{wrong}"}
     return {"verdict": "failed", "detail": f": {found.reason}, tested {found.date}"}
 
 
@@ -99,7 +100,7 @@ def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
     import datetime
 
     from clearway import device
-    from clearway.ops import selftest, state
+    from clearway.ops import state, verdicts
 
     results: list[dict[str, Any]] = []
     for op in ops:
@@ -118,7 +119,7 @@ def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
             def heard(case: str, problem: str, cases: list[dict[str, str]] = cases) -> None:
                 cases.append({"case": case, "problem": problem})
 
-            found = selftest.isolated(one, kind, every_case=True, on_line=heard)
+            found = verdicts.isolated(one, kind, every_case=True, on_line=heard)
             verdict = "sound" if found.sound else "failed"
             results.append({**row, "verdict": verdict, "reason": found.reason, "cases": cases})
             if not args.json:

@@ -15,6 +15,7 @@ import torch
 
 from clearway import device
 from clearway.errors import one_line
+from clearway.ops import ahead
 from clearway.ops.state import BuildError
 
 tl: Any = None
@@ -50,11 +51,15 @@ class Kernel:
         return self._built
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Runs it on torch's current device and stream.
+        """Runs it on torch's current device and stream; within `ahead.build` it is only built.
 
         BuildError where it could not be built: no compiler, a version that refuses it, too little
         shared memory.
         """
+        gathering = ahead.gathering()
+        if gathering is not None:
+            gathering.add(self, args, constants)
+            return
         try:
             self.built()[grid](*args, **constants)
         except Exception as error:

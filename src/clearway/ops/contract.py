@@ -200,7 +200,7 @@ class Op:
         except state.BuildError as error:  # its kernel could not be built here: never at a second call
             if _choice.get().get(self.name) == chosen.name:
                 raise UnavailableError(f"{self.name}={chosen.name} was asked for and {error}") from error
-            state.disable(self.name, chosen.name, str(error))
+            state.disable(self.name, chosen.name, str(error), None if chosen.stock else args[0].dtype)
             return self._run(args)
         counts = _routes.get()
         if counts is not None:
@@ -271,9 +271,12 @@ class Op:
         key = (implementation, kind, args[0].dtype)
         if key in self._sound:
             return True
+        if state.disabled(self.name, implementation.name, args[0].dtype) is not None:
+            return False
         if state.verdict(implementation, kind, args) is not None:
             return False
-        self._sound.add(key)
+        if not state.trusted():
+            self._sound.add(key)
         return True
 
     def explain(self, *args: Any, kind: str | None = None) -> list[Decision]:
@@ -292,7 +295,7 @@ class Op:
         for implementation in (*self.implementations, self.reference):
             if implementation.device not in (kind, "any") and implementation.name in names:
                 continue  # the same one is registered for this device too
-            reason = self._impossible(implementation, kind) or refused(implementation, args)
+            reason = self._impossible(implementation, kind, args[0].dtype) or refused(implementation, args)
             if reason is None and name and implementation.name != name:
                 reason = f"{name} was asked for"
             reasons[implementation] = reason or (None if name else over_budget(implementation, args, memory))
@@ -310,15 +313,17 @@ class Op:
             decisions.append(Decision(implementation.name, taken, reason or ""))
         return decisions
 
-    def _impossible(self, implementation: Implementation, kind: str) -> str | None:
-        """Why this implementation cannot be taken on `kind` by what is known so far; no test is run."""
+    def _impossible(
+        self, implementation: Implementation, kind: str, dtype: torch.dtype | None = None
+    ) -> str | None:
+        """Why this implementation cannot be taken on `kind` in `dtype` (None: in any) by what is known so
+        far; no test is run."""
         if implementation.device not in (kind, "any"):
             return f"it is for {implementation.device}, these are on {kind}"
-        reason = implementation.absent() or state.disabled(self.name, implementation.name)
+        reason = implementation.absent() or state.disabled(self.name, implementation.name, dtype)
         if reason:
             return reason
-        known = state.known(implementation, kind)
-        return None if known is None or known.sound else known.sentence()
+        return state.ruled_out(implementation, kind, dtype)
 
     def _prepare(self, kind: str) -> tuple[int, tuple[Implementation, ...]]:
         """Those that may be taken on `kind` by what is known without testing, and for which version."""
@@ -333,7 +338,7 @@ class Op:
         for implementation in (*self.implementations, self.reference):
             if implementation.name != name:
                 continue
-            reason = self._impossible(implementation, kind) or refused(implementation, args)
+            reason = self._impossible(implementation, kind, args[0].dtype) or refused(implementation, args)
             if reason is None and not implementation.stock:
                 reason = state.verdict(implementation, kind, args)
             if reason is None:

@@ -1,179 +1,44 @@
-"""Is an implementation sound on this machine? The checks, and the process they run in.
+"""Is an implementation sound on this machine? The checks, and what the process does in which they run.
 
-A GPU fault kills the interpreter and cannot be caught, so checks run in a process of their own that is ended
-when it falls silent. It says what it begins before it begins it: after a crash or a hang the parent knows the
-case. What fails is not used on this machine; the program goes on. Before first use the small cases most like
-the arguments about to run are checked, within two seconds; `clearway ops check` runs every case, and the
-tests of the package call the same functions.
+A GPU fault kills the interpreter and cannot be caught, so checks run in other processes (_workers.py), which
+are ended when they fall silent. They say what they begin before they begin it: after a crash or a hang the
+parent knows the case. What fails is not used on this machine; the program goes on. Before first use the small
+cases most like the arguments about to run are checked, within seconds; `clearway ops check` runs every case,
+and the tests of the package call the same functions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
-import queue
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearway import device
-from clearway.ops import contract, state
+from clearway.ops import ahead, contract, state
 from clearway.ops._implementation import Case, Given, Implementation, refused, same_layout
 from clearway.ops.contract import OPS, Op
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-START_S = 120.0  # until its first line: starting torch on a busy machine
-SILENCE_S = 60.0  # no line for so long after that is a hang: building one kernel takes less
 SMALL_ELEMENTS = 2**17  # cases up to this size are what is run before first use
 SMALL_FLOPS = 2**30
 BUDGET_S = 2.0  # for the checks before first use; what is left then is left to `ops check`
+FIRST = 4
+"""Before first use on CUDA the kernels of so many cases are built at once, and these cases checked."""
 MOST_FLOPS = {"cpu": 2**33, "cuda": 2**38}
 """Larger cases are passed over: their yardstick in float64 would take minutes."""
 HABITS = {"cpu": torch.float32}  # large cases run in one dtype: float16, or what the device computes in
 BEGUN = "…"
-NOTHING = "none of its op's small cases is one that it takes in this dtype"
-
-
-def isolated(
-    implementation: Implementation,
-    kind: str,
-    *,
-    like: Case | None = None,
-    every_case: bool = False,
-    limit_s: float = SILENCE_S,
-    on_line: Callable[[str, str], None] | None = None,
-) -> state.Verdict:
-    """The verdict on an implementation, found in a process of its own and kept as this machine's.
-
-    With `like` only its dtype is tested, cases like it first. `limit_s` is how long the process may be
-    silent. `on_line` hears each case and its problem (empty: sound) as it ends.
-    """
-    op = OPS[implementation.op]
-    job = {
-        "module": op.module,
-        "source": str(op.source),
-        "op": op.name,
-        "implementation": implementation.name,
-        "kind": kind,
-        "every": every_case,
-        "dtype": state.dtype_name(like[0].dtype) if like else None,
-        "like": list(like[0].shape) if like else None,
-    }
-    lines, end = _process(job, limit_s, on_line)
-    if end is not None and end.startswith(
-        "could not"
-    ):  # says nothing of the implementation: not kept on disk
-        verdict = state.Verdict(False, f"its process {end}")
-        state.remember(implementation, kind, verdict)
-        return verdict
-    problems = [f"{line['case']}: {line['problem']}" for line in lines if line.get("problem")]
-    checked = tuple({line["dtype"] for line in lines if line.get("problem") == "" and line.get("dtype")})
-    last = next((line["case"] for line in reversed(lines) if line.get("begin")), None)
-    reason = ""
-    if problems:
-        reason = problems[0] if len(problems) == 1 else f"{problems[0]} (and {len(problems) - 1} more)"
-    elif end is not None:
-        reason = f"its process {end}" + (f" in {last!r}" if last else " before the first case")
-    elif not checked:
-        reason = NOTHING
-    return state.store_verdict(implementation, kind, not reason, reason, checked)
-
-
-def _process(
-    job: dict[str, Any], limit_s: float, on_line: Callable[[str, str], None] | None
-) -> tuple[list[dict[str, Any]], str | None]:
-    """The lines of the process, and how it ended where not well ("died (signal 6)")."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, state.INSIDE: "1", "PYTHONPATH": path}
-    lines: list[dict[str, Any]] = []
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "clearway.ops.selftest", json.dumps(job)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=os.name == "posix",
-        )
-    except (OSError, ValueError, TypeError) as error:
-        return lines, f"could not be started ({error})"
-    said: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
-    readers = [
-        threading.Thread(target=_pass_on, args=(process.stdout, said.put), daemon=True),
-        threading.Thread(target=_pass_on, args=(process.stderr, errors.append), daemon=True),
-    ]
-    for reader in readers:
-        reader.start()
-    end = None
-    try:
-        while (text := said.get(timeout=limit_s if lines else START_S)) is not None:
-            line = _parsed(text)
-            if line is None:
-                continue
-            lines.append(line)
-            if on_line is not None and "problem" in line:
-                on_line(line["case"], line["problem"])
-        code = process.wait(timeout=limit_s)
-        if code or not any(line.get("end") for line in lines):
-            readers[1].join(timeout=1)
-            words = [line.strip() for line in errors if line and line.strip()]
-            what = f"signal {-code}" if code < 0 else f"exit code {code}"
-            end = f"died ({what}{', ' + words[-1][:200] if words and code > 0 else ''})"
-    except (queue.Empty, subprocess.TimeoutExpired):
-        end = f"was silent for {limit_s if lines else START_S:g} s"
-    finally:
-        _end(process)
-        for reader in readers:
-            reader.join(timeout=1)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    stream.close()
-    return lines, end
-
-
-def _pass_on(stream: Any, to: Callable[[Any], None]) -> None:
-    """Hands on each line of a stream, then None."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in stream:
-            to(line)
-    to(None)
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None  # something the libraries print
-    return line if isinstance(line, dict) and isinstance(line.get("case", ""), str) else None
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and what it started; one that is done already is only collected."""
-    if process.poll() is None:
-        with contextlib.suppress(OSError):
-            if os.name == "posix":
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
-        process.wait()
 
 
 def check(
@@ -183,11 +48,14 @@ def check(
     every_case: bool,
     dtype: torch.dtype | None = None,
     like: tuple[int, ...] | None = None,
+    threads: int | None = None,
 ) -> Iterator[tuple[str, str, str]]:
     """(case, dtype, problem) for each case and dtype in turn; an empty problem is a sound one.
 
     A case is yielded with the problem "…" when it begins. Cases that the implementation refuses are passed
-    over. Before first use (`every_case` False) only small ones run, those like the shape `like` first.
+    over. Before first use (`every_case` False) only small ones run, those like the shape `like` first, or
+    without one some of all kinds. On CUDA, where building a kernel takes longer than its check, these are no
+    more than FIRST, and `threads` build their kernels beforehand.
     """
     deadline = time.monotonic() + BUDGET_S
     for name, words, refusable in op.refusals():
@@ -195,6 +63,40 @@ def check(
             reason = refused(implementation, _placed(made(op, refusable), kind))
             if reason is None or words not in reason:
                 yield f"refusal {words!r}", "", f"it should have refused with that, and said {reason!r}"
+    cases = _taken(op, implementation, kind, every_case, dtype, like)
+    if kind == "cuda" and not every_case:
+        first = list(itertools.islice(cases, FIRST))
+        yield "building its kernels", state.dtype_name(dtype) if dtype is not None else "", BEGUN
+        if ahead.build(lambda: _tried(implementation, [one[2] for one in first]), threads):
+            cases, deadline = iter(first), math.inf
+        else:
+            cases = itertools.chain(first, cases)
+    for label, name, args, large in cases:
+        yield label, name, BEGUN
+        yield label, name, problem(op, implementation, args, every_case, large)
+        if not every_case and time.monotonic() > deadline:
+            return
+
+
+def _tried(implementation: Implementation, cases: list[Case]) -> None:
+    """Runs it while nothing is launched; what is wrong the checks that follow will find."""
+    for args in cases:
+        try:
+            implementation.run(*args)
+        except Exception as error:
+            if device.is_out_of_memory(error):
+                raise
+
+
+def _taken(
+    op: Op,
+    implementation: Implementation,
+    kind: str,
+    every_case: bool,
+    dtype: torch.dtype | None,
+    like: tuple[int, ...] | None,
+) -> Iterator[tuple[str, str, Case, bool]]:
+    """(label, dtype, arguments, whether it is large) of the cases that the implementation takes."""
     for name, given in _cases(op, every_case, like):
         large = callable(given)
         if large and _flops(op, given) > MOST_FLOPS.get(kind, math.inf):
@@ -202,13 +104,9 @@ def check(
         wanted = (dtype,) if dtype is not None else DTYPES
         for each in (HABITS.get(kind, torch.float16),) if large else wanted:
             args = _on(made(op, given), kind, each)
-            if refused(implementation, args) is not None:
-                continue
-            label = f"{name} {state.dtype_name(each)}"
-            yield label, state.dtype_name(each), BEGUN
-            yield label, state.dtype_name(each), problem(op, implementation, args, every_case, large)
-            if not every_case and time.monotonic() > deadline:
-                return
+            if refused(implementation, args) is None:
+                in_dtype = state.dtype_name(each)
+                yield f"{name} {in_dtype}", in_dtype, args, large
 
 
 def _flops(op: Op, given: Given) -> int:
@@ -233,7 +131,9 @@ def _cases(op: Op, every_case: bool, like: tuple[int, ...] | None) -> list[tuple
             small.append((name, given))
     if like:
         small.sort(key=lambda case: _distance(made(op, case[1])[0].shape, like))
-    return small
+        return small
+    step = -(-len(small) // FIRST)  # some of all kinds first
+    return [case for start in range(step) for case in small[start::step]]
 
 
 def _distance(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[bool, int]:
@@ -270,6 +170,8 @@ def _problem(op: Op, implementation: Implementation, args: Case, routed: bool, l
             raw = implementation.run(*args)
             followed = _then(op, raw)  # at once, so that a kernel outside the stream is read too early
     except Exception as error:
+        if device.is_out_of_memory(error):
+            raise
         return f"it raised {type(error).__name__}: {str(error).strip() or 'no message'}"
     for old, new in zip(before, args, strict=True):
         if isinstance(old, Tensor) and not torch.equal(_bits(old), _bits(new)):
@@ -453,23 +355,45 @@ def load(module: str, source: str) -> None:
         spec.loader.exec_module(made)
 
 
-def main(arguments: list[str]) -> int:
-    """The process: checks one implementation and prints a JSON line for whatever begins and ends."""
-    job = json.loads(arguments[0])
+def main() -> int:
+    """The process: takes jobs from stdin, one JSON line each, and answers with lines for whatever begins and
+    ends."""
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is not for the one who listens
+
+    def tell(line: dict[str, Any]) -> None:
+        lines.write(json.dumps(line) + "\n")
+        lines.flush()
+
+    for text in sys.stdin:
+        try:
+            _work(json.loads(text), tell)
+        except (RuntimeError, MemoryError) as error:
+            if not device.is_out_of_memory(error):
+                raise
+            tell({"end": True, "scarce": "memory"})
+        else:
+            tell({"end": True})
+    return 0
+
+
+def _work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Checks one implementation; `tell` takes a line for each case that begins or ends."""
     load("_selftest_main" if job["module"] == "__main__" else job["module"], job["source"])
     op = OPS[job["op"]]
     name, kind = job["implementation"], job["kind"]
     implementation = next(i for i in op.implementations if i.name == name and i.device in (kind, "any"))
-    print(json.dumps({"started": True}), flush=True)
+    tell({"started": True})
     dtype = getattr(torch, job["dtype"]) if job["dtype"] else None
     like = tuple(job["like"]) if job["like"] else None
-    for case, in_dtype, found in check(op, implementation, kind, job["every"], dtype, like):
+    for case, in_dtype, found in check(
+        op, implementation, kind, job["every"], dtype, like, job.get("threads")
+    ):
         line: dict[str, Any] = {"case": case, "dtype": in_dtype}
         line.update({"begin": True} if found == BEGUN else {"problem": found})
-        print(json.dumps(line), flush=True)
-    print(json.dumps({"end": True}), flush=True)
-    return 0
+        tell(line)
+    device.synchronize(device.Device(kind))  # a fault that is still to come belongs to this one
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,9 +1,10 @@
 """What is known of implementations on this machine: verdicts, the tuned table, what was switched off and why.
 
-A verdict is one file of verdicts/ in the state folder, named after the op, the implementation, the device
-family and a digest of device, driver, torch, kernel language, sources and the self-test itself. A file that
-does not say just that, or not with its seal, is ignored and the implementation tested anew; each is written
-in one move, so that processes side by side never read half of one. The tuned table is tuned/<kind>.json:
+A verdict holds for one dtype: a kernel that is wrong in bfloat16 stays in use in float16. It is one file of
+verdicts/ in the state folder, named after the op, the implementation, the device family, the dtype and a
+digest of device, driver, torch, kernel language, sources and the self-test itself. A file that does not say
+just that, or not with its seal, is ignored and the implementation tested anew; each is written in one move,
+so that processes side by side never read half of one. The tuned table is tuned/<kind>.json:
 {"identity": …, "sources": …, "choices": {"<op>": {"<dtype>|<size class>": "<implementation>"}}}; it holds
 only for the identity (device, driver, torch, kernel language) and the sources it was measured with.
 """
@@ -16,7 +17,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,16 +35,26 @@ Tables = Mapping[str, Mapping[str, str]]
 """Op -> "dtype|size class" -> implementation."""
 
 INSIDE = "CLEARWAY_SELFTEST"  # set in the self-test's own process, which must not start another
-_FIELDS = {"op": str, "implementation": str, "identity": str, "sound": bool, "reason": str, "date": str}
+ANY = "any"
+"""Stands for a dtype where what was found wrong lies in none of them."""
+_NAMES = (ANY, "float64", "float32", "float16", "bfloat16")
+_FIELDS = {
+    "op": str,
+    "implementation": str,
+    "identity": str,
+    "dtype": str,
+    "sound": bool,
+    "reason": str,
+    "date": str,
+}
 
 _version = 0
-_disabled: dict[tuple[str, str], str] = {}
-_said: dict[tuple[str, str], str] = {}
+_disabled: dict[tuple[str, str, str], str] = {}
+_said: dict[tuple[str, str, str], str] = {}
 _tuned: dict[str, dict[str, dict[str, str]]] = {}
 _identity: dict[str, str] = {}
 _digests: dict[tuple[Implementation, str], str] = {}
-_verdicts: dict[tuple[Implementation, str], Verdict] = {}
-_testing = threading.RLock()
+_verdicts: dict[tuple[Implementation, str, str], Verdict] = {}
 _trusting: ContextVar[bool] = ContextVar("clearway_trusting", default=False)
 _trial: ContextVar[tuple[int, Tables] | None] = ContextVar("clearway_trial", default=None)
 
@@ -55,7 +65,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a self-test found: sound in `dtypes`, or not and why. An unsound one is used in no dtype."""
+    """What a self-test found: sound in `dtypes`, or not and why; without dtypes in none."""
 
     sound: bool
     reason: str
@@ -89,27 +99,35 @@ def identity(kind: str) -> str:
     return _identity[kind]
 
 
-def disable(op: str, implementation: str, reason: str) -> None:
-    """Switches one implementation off for this process, and says so once."""
-    _disabled[op, implementation] = reason
-    _say(op, implementation, reason)
+def disable(op: str, implementation: str, reason: str, dtype: torch.dtype | None = None) -> None:
+    """Switches one implementation off for this process, in one dtype or (None) in all; says so once."""
+    name = "" if dtype is None else dtype_name(dtype)
+    _disabled[op, implementation, name] = reason
+    _say(op, implementation, name, reason)
     changed()
 
 
-def disabled(op: str, implementation: str) -> str | None:
-    """Why an implementation was switched off in this process; None where it was not."""
-    return _disabled.get((op, implementation))
+def disabled(op: str, implementation: str, dtype: torch.dtype | None = None) -> str | None:
+    """Why an implementation was switched off in this process, in `dtype` or in all; None where it was not."""
+    reason = _disabled.get((op, implementation, ""))
+    if reason is None and dtype is not None and _disabled:
+        reason = _disabled.get((op, implementation, dtype_name(dtype)))
+    return reason
 
 
 def losses() -> tuple[str, ...]:
     """What this process found unusable on this machine, a sentence each."""
-    return tuple(f"{op}/{name} is not used: {reason}" for (op, name), reason in _said.items())
+    return tuple(_loss(*key, reason) for key, reason in list(_said.items()))
 
 
-def _say(op: str, implementation: str, reason: str) -> None:
-    if (op, implementation) not in _said:
-        _said[op, implementation] = reason
-        print(f"clearway: {op}/{implementation} is not used: {reason}", file=sys.stderr)
+def _say(op: str, implementation: str, dtype: str, reason: str) -> None:
+    if (op, implementation, dtype) not in _said:
+        _said[op, implementation, dtype] = reason
+        print(f"clearway: {_loss(op, implementation, dtype, reason)}", file=sys.stderr)
+
+
+def _loss(op: str, implementation: str, dtype: str, reason: str) -> str:
+    return f"{op}/{implementation} is not used{f' in {dtype}' if dtype else ''}: {reason}"
 
 
 def tuned(op: str, kind: str) -> Mapping[str, str] | None:
@@ -167,69 +185,81 @@ def store_tuned(kind: str, choices: dict[str, dict[str, str]]) -> bool:
 
 
 def known(implementation: Implementation, kind: str, dtype: torch.dtype | None = None) -> Verdict | None:
-    """The verdict that covers `dtype` (None: any of them) on just this machine of just this source; else
-    None."""
-    found = _verdicts.get((implementation, kind)) or _read(implementation, kind)
-    if found is None:
-        return None
-    _verdicts[implementation, kind] = found
-    if found.sound and dtype is not None and dtype_name(dtype) not in found.dtypes:
-        return None
-    return found
+    """The verdict that covers `dtype` on just this machine of just this source; else None.
+
+    Without a dtype all that is known together: sound where it is sound in any, the reason what speaks
+    against others.
+    """
+    if dtype is not None:
+        return _held(implementation, kind, ANY) or _held(implementation, kind, dtype_name(dtype))
+    found = {name: one for name in _NAMES if (one := _held(implementation, kind, name)) is not None}
+    if not found or ANY in found:
+        return found.get(ANY)
+    sound = tuple(sorted(name for name, one in found.items() if one.sound))
+    wrong = [f"in {name}: {one.reason}" for name, one in found.items() if not one.sound]
+    return Verdict(bool(sound), "; ".join(wrong), sound, max(one.date for one in found.values()))
+
+
+def ruled_out(implementation: Implementation, kind: str, dtype: torch.dtype | None = None) -> str | None:
+    """Why an implementation is not used in `dtype` (None: in any) by what is known so far; tests nothing."""
+    found = _held(implementation, kind, ANY) if dtype is None else known(implementation, kind, dtype)
+    return None if found is None or found.sound else found.sentence()
 
 
 def store_verdict(
     implementation: Implementation, kind: str, sound: bool, reason: str, dtypes: tuple[str, ...]
 ) -> Verdict:
-    """Keeps a verdict for this machine, together with the dtypes found sound before."""
-    before = _read(implementation, kind)
-    if sound and before is not None and before.sound:
-        dtypes = tuple(sorted({*before.dtypes, *dtypes}))
+    """Keeps a verdict in `dtypes` for this machine; an unsound one without dtypes holds in all."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     made = Verdict(sound, reason, tuple(sorted(dtypes)), today)
-    content = {
-        "op": implementation.op,
-        "implementation": implementation.name,
-        "identity": identity(kind),
-        "sound": sound,
-        "reason": reason,
-        "dtypes": list(made.dtypes),
-        "date": today,
-    }
-    home.write_json(
-        {**content, "seal": _seal(content, _digest(implementation, kind))}, *_place(implementation, kind)
-    )
+    for dtype in made.dtypes or (ANY,):
+        content = {
+            "op": implementation.op,
+            "implementation": implementation.name,
+            "identity": identity(kind),
+            "dtype": dtype,
+            "sound": sound,
+            "reason": reason,
+            "date": today,
+        }
+        seal = _seal(content, _digest(implementation, kind))
+        home.write_json({**content, "seal": seal}, *_place(implementation, kind, dtype))
     remember(implementation, kind, made)
     return made
 
 
 def remember(implementation: Implementation, kind: str, verdict: Verdict) -> None:
     """Holds a verdict for this process; an unsound one is said once and changes routes."""
-    _verdicts[implementation, kind] = verdict
+    for dtype in verdict.dtypes or (ANY,):
+        _verdicts[implementation, kind, dtype] = verdict
+        if not verdict.sound:
+            where = "" if dtype == ANY else dtype
+            _say(implementation.op, implementation.name, where, verdict.sentence())
     if not verdict.sound:
-        _say(implementation.op, implementation.name, verdict.sentence())
         changed()
+
+
+def trusted() -> bool:
+    """Whether nobody asks for a verdict here: within `trusting`, and in the self-test's own process."""
+    return _trusting.get() or bool(os.environ.get(INSIDE))
 
 
 def verdict(implementation: Implementation, kind: str, args: Case) -> str | None:
     """None where the implementation may be used on arguments like these; else why not. Tests it if need
     be."""
-    if _trusting.get() or os.environ.get(INSIDE):
+    if trusted():
         return None
     found = known(implementation, kind, args[0].dtype)
     if found is None:
-        from clearway.ops import selftest
+        from clearway.ops import verdicts
 
-        with _testing:  # threads that wait here find the verdict when they come in
-            found = known(implementation, kind, args[0].dtype)
-            if found is None:
-                found = selftest.isolated(implementation, kind, like=args)
+        found = verdicts.found(implementation, kind, args)
     return None if found.sound else found.sentence()
 
 
 @contextmanager
 def trusting() -> Iterator[None]:
-    """Within it nobody asks for a verdict: it is being found."""
+    """Within it nobody asks for a verdict: it is being found, or nothing of our own is launched."""
     token = _trusting.set(True)
     try:
         yield
@@ -268,9 +298,9 @@ def _digest(implementation: Implementation, kind: str) -> str:
     return _digests[key]
 
 
-def _place(implementation: Implementation, kind: str) -> tuple[str, str]:
+def _place(implementation: Implementation, kind: str, dtype: str) -> tuple[str, str]:
     digest = _digest(implementation, kind)[:16]
-    return "verdicts", f"{implementation.op}-{implementation.name}-{kind}-{digest}.json"
+    return "verdicts", f"{implementation.op}-{implementation.name}-{kind}-{dtype}-{digest}.json"
 
 
 def _seal(content: dict[str, Any], digest: str) -> str:
@@ -278,17 +308,26 @@ def _seal(content: dict[str, Any], digest: str) -> str:
     return hashlib.sha256(f"{digest} {json.dumps(content, sort_keys=True)}".encode()).hexdigest()
 
 
-def _read(implementation: Implementation, kind: str) -> Verdict | None:
-    content = _stored(*_place(implementation, kind))
+def _held(implementation: Implementation, kind: str, dtype: str) -> Verdict | None:
+    """The verdict in one dtype, from this process or from the disk."""
+    key = implementation, kind, dtype
+    found = _verdicts.get(key)
+    if found is None:
+        found = _read(implementation, kind, dtype)
+        if found is not None:
+            _verdicts[key] = found
+    return found
+
+
+def _read(implementation: Implementation, kind: str, dtype: str) -> Verdict | None:
+    content = _stored(*_place(implementation, kind, dtype))
     seal = content.pop("seal", None)
-    dtypes = content.get("dtypes")
     if not all(isinstance(content.get(name), kind_) for name, kind_ in _FIELDS.items()):
-        return None
-    if not isinstance(dtypes, list) or not all(isinstance(name, str) for name in dtypes):
         return None
     if seal != _seal(content, _digest(implementation, kind)):
         return None
-    who = content["op"], content["implementation"], content["identity"]
-    if who != (implementation.op, implementation.name, identity(kind)):
+    who = content["op"], content["implementation"], content["identity"], content["dtype"]
+    if who != (implementation.op, implementation.name, identity(kind), dtype):
         return None
-    return Verdict(content["sound"], content["reason"], tuple(dtypes), content["date"])
+    dtypes = () if dtype == ANY else (dtype,)
+    return Verdict(content["sound"], content["reason"], dtypes, content["date"])

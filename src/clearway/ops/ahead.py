@@ -1,0 +1,118 @@
+"""Triton kernels built before they are needed, all at once instead of one after the other.
+
+Which variants a network launches shows only when it runs: shapes, strides and alignments decide. So it is run
+once with every launch of ours left out; each distinct one is built meanwhile, by threads, since most of the
+time goes to the code generator, the assembler and the C compiler, none of which hold Python's lock. What that
+run computes is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearway.ops import state
+
+MOST = 16  # threads
+
+_gathering: ContextVar[Gathering | None] = ContextVar("clearway_gathering", default=None)
+_built, _seconds = 0, 0.0
+
+
+class Like:
+    """Stands for a tensor in what Triton asks of one before it builds: its dtype and where it lies."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.address = tensor.dtype, tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        """Its address."""
+        return self.address
+
+
+class Gathering:
+    """The distinct launches of a run, each given to a thread that builds it."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = ThreadPoolExecutor(threads or max(min(cores, MOST), 2), "clearway-build")
+        self._seen: set[Any] = set()
+        self._index = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Builds what `kernel.launch(grid, *args, **constants)` would run, unless it is under way."""
+        key = (kernel, tuple(map(_sign, args)), tuple(constants.items()))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        with contextlib.suppress(Exception):  # why it cannot be built the launch itself will say
+            jit = kernel.built()
+            _ = jit.cache_key, jit.device_caches[self._index]  # made here, once: threads would make several
+            given = [Like(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            self._threads.submit(_build, jit, given, constants, self._index)
+
+    def wait(self) -> None:
+        """Comes back when all is built."""
+        self._threads.shutdown()
+
+
+def gathering() -> Gathering | None:
+    """What takes launches now instead of the device; None where they are to be run."""
+    return _gathering.get()
+
+
+def build(run: Callable[[], Any], threads: int | None = None) -> int:
+    """Builds the kernels that `run()` launches on torch's current device, by calling it once with launches
+    left out; how many there were.
+
+    `run` must not keep what it computes. An error that comes of the values it is given here is passed over;
+    faults of the device, and want of memory, are not.
+    """
+    global _built, _seconds
+    began, made = time.monotonic(), Gathering(threads)
+    token = _gathering.set(made)
+    try:
+        with state.trusting():  # nothing of ours is launched, so nothing need be known of it yet
+            run()
+    except (ArithmeticError, AssertionError, LookupError, ValueError):
+        pass
+    finally:
+        _gathering.reset(token)
+        made.wait()
+        _built, _seconds = _built + len(made), _seconds + time.monotonic() - began
+    return len(made)
+
+
+def times() -> dict[str, float]:
+    """Of this process: variants met in such runs, and the seconds they took."""
+    return {"variants": _built, "seconds": round(_seconds, 3)}
+
+
+def _sign(arg: Any) -> Any:
+    """What Triton tells arguments apart by: dtype and alignment; whole numbers by 1, 16 and width."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int) and not isinstance(arg, bool):
+        return int, arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
+    return type(arg) if isinstance(arg, float) else arg
+
+
+def _build(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> None:
+    with contextlib.suppress(Exception), contextlib.ExitStack() as within:
+        if index is not None:
+            within.enter_context(torch.cuda.device(index))
+        made = jit.warmup(*args, grid=(1,), **constants)
+        _ = made.run  # loads it, and builds what launches it
