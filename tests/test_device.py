@@ -132,7 +132,9 @@ def test_room_is_what_is_free_and_what_the_allocator_keeps(monkeypatch: pytest.M
     assert device.room(CUDA) == 21 * GIB
     card.fraction = 0.25  # somebody's own cap: 6 GiB for tensors
     assert device.room(CUDA) == 4 * GIB
-    card.held = {}  # before anything was allocated
+    card.fraction = 1 / 24  # below what tensors hold
+    assert device.room(CUDA) == -GIB
+    card.held, card.fraction = {}, 0.25  # before anything was allocated
     assert device.held(CUDA) == device.Held()
     assert device.room(device.Device("cpu")) > 0
 

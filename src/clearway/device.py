@@ -177,19 +177,23 @@ def held(device: Device) -> Held:
 
 
 def room(device: Device) -> int:
-    """Bytes that tensors made from now on may take: what is free, and what the allocator keeps unused."""
-    free = memory(device).available_bytes
+    """Bytes that tensors made from now on may take: what is free, and what the allocator keeps unused.
+
+    Negative where a cap is below what tensors hold already.
+    """
     if device.kind != "cuda":
-        return free
+        return memory(device).available_bytes
     import torch
 
     now, index = held(device), device.index or 0
-    found = free + now.reserved_bytes - now.allocated_bytes
-    fraction = torch.cuda.get_per_process_memory_fraction(index)
+    found = torch.cuda.mem_get_info(index)[0] + now.reserved_bytes
+    limit, fraction = _limit.get(), torch.cuda.get_per_process_memory_fraction(index)
+    if limit is not None:
+        found = min(found, limit - CONTEXT_BYTES)
     if fraction < 1:  # somebody's own cap, which the driver does not tell
         total = torch.cuda.get_device_properties(index).total_memory
-        found = min(found, int(total * fraction) - now.allocated_bytes)
-    return max(found, 0)
+        found = min(found, int(total * fraction))
+    return found - now.allocated_bytes
 
 
 @contextmanager

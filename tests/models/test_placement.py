@@ -206,6 +206,8 @@ def test_pictures_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, way: 
         for module in placement._modules(model)[part]:
             assert (module in placement._resting) == (getattr(way, part) != RESIDENT)
             assert module not in placement._resting or not placement._resting[module].inside
+    placement.rest(model)
+    assert (clearway.generate(asked, model).images == plain.images).all()
     placement.resident(model)
     assert not placement._resting
     monkeypatch.undo()
@@ -264,3 +266,42 @@ def test_plan_reads_the_room_under_the_models_limit(monkeypatch: pytest.MonkeyPa
     assert limits == [(CUDA, 8 * GIB)] and made.room_bytes == card(8)
     assert made.order == Order(width=1024, height=1024, steps=20, count=3, batch=3, guided=True)
     assert set(made.record()) >= {"text", "unet", "vae", "need_bytes", "room_bytes", "parts"}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_on_a_device_parts_move_and_the_picture_stays(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = random_model("tiny-sdxl", CUDA, Precision(unet="float16", text_encoder="float16", vae="float16"))
+    asked = Request(prompt="a", seed=1, steps=2, width=256, height=256, count=2, batch_size=1)
+    plain = clearway.generate(asked, model).images.astype(int)
+    held = torch.cuda.memory_allocated()
+    monkeypatch.setattr("clearway.pipeline.place", lambda model, request: placed(model, way))
+    for _ in range(2):
+        found = clearway.generate(asked, model).images.astype(int)
+        assert abs(found - plain).mean() < 1  # with other graphs or none: the same up to rounding
+    if way.unet != RESIDENT:
+        weights = sum(tensor.nbytes for tensor in model.unet.parameters())
+        assert next(model.unet.parameters()).device.type == "cpu"
+        assert torch.cuda.memory_allocated() <= held - weights + 2**20
+    monkeypatch.undo()
+    placement.resident(model)
+    assert abs(clearway.generate(asked, model).images.astype(int) - plain).mean() < 1
+
+
+@pytest.mark.cuda
+def test_on_a_device_a_limit_is_planned_for_and_kept() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = random_model("tiny-sdxl", CUDA, Precision(unet="float16", text_encoder="float16", vae="float16"))
+    asked = Request(prompt="a", seed=1, steps=2, width=512, height=512)
+    torch.cuda.empty_cache()
+    limit = CONTEXT_BYTES + torch.cuda.memory_allocated() + 2**29 + 2**28
+    small = replace(model, memory_limit_bytes=limit)
+    torch.cuda.reset_peak_memory_stats()
+    result = clearway.generate(asked, small)
+    assert torch.cuda.max_memory_reserved() <= limit - CONTEXT_BYTES
+    assert result.images.shape == (1, 512, 512, 3)
+    with pytest.raises(UnavailableError, match="is free"):
+        clearway.generate(replace(asked, width=4096, height=4096, vae_tiling=False), small)

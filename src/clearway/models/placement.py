@@ -200,6 +200,15 @@ def resident(model: Model) -> None:
             _stay(module, model)
 
 
+def rest(model: Model) -> None:
+    """Puts every part to rest on the host, as one is that did not fit when it was loaded."""
+    for modules in _modules(model).values():
+        for module in modules:
+            release(module)
+            _rested(module, model).leave()
+    machine.release_memory(model.device)
+
+
 def _told(
     model: Model,
     order: Order,
