@@ -94,3 +94,22 @@ def test_another_stream_waits(capture: TorchCapture) -> None:
         capture.enter(lambda: buffers)
         assert float(x.mean()) == 50
     capture.enter(lambda: buffers)
+
+
+@pytest.mark.cuda
+def test_a_graph_outlives_the_workspaces_of_cublas(capture: TorchCapture) -> None:
+    """torch.compile's own graphs have them freed: what is allocated afterwards must not be written to."""
+    left, right = (torch.randn(512, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
+
+    def work() -> torch.Tensor:
+        return left @ right.t()  # few tiles, a long sum: split, with partial sums in the workspace
+
+    expected = capture.warm_up(work, 2)
+    replay, output = capture.capture(work)
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    others = [torch.full((2**20,), 7.0, device="cuda") for _ in range(64)]
+    for _ in range(3):
+        replay()
+    assert all(bool((other == 7.0).all()) for other in others)
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=0.5)

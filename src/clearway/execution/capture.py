@@ -45,10 +45,15 @@ class Capture(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """What the graphs of one device share: a pool of memory, the stream that they are warmed up and captured
-    in (each stream has a workspace of cuBLAS's, 32 MiB on Hopper), and the one that used the memory last."""
+    """What the graphs of one device share: memory, two streams, and the stream that used the memory last.
 
-    side: Any
+    Each stream has a workspace of cuBLAS's (32 MiB on Hopper), hence one for all warm-ups and one for all
+    captures. They are two, so that the workspace that a graph has baked in lies in the pool: torch.compile's
+    own graphs have all workspaces freed, and what lies in the pool stays the graphs'.
+    """
+
+    warming: Any
+    capturing: Any
     handle: Any = None
     stream: Any = None
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -85,7 +90,7 @@ class TorchCapture:
 
     def warm_up(self, run: Callable[[], Any], times: int) -> Any:
         """Runs it on a side stream, as capture wants: handles and workspaces are made here."""
-        stream, output = _memory().side, None
+        stream, output = _memory().warming, None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(times):
@@ -100,10 +105,11 @@ class TorchCapture:
         memory, before = _memory(), torch.cuda.current_stream()
         if not memory.graphs:  # a pool that all graphs have left cannot be entered again
             memory.handle = torch.cuda.graph_pool_handle()
+            torch._C._cuda_clearCublasWorkspaces()  # the capturing stream's is made anew, in this pool
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
-                graph, pool=memory.handle, stream=memory.side, capture_error_mode="thread_local"
+                graph, pool=memory.handle, stream=memory.capturing, capture_error_mode="thread_local"
             ):
                 output = run()
         except BaseException:
@@ -121,7 +127,8 @@ class TorchCapture:
 def _memory() -> _Memory:
     device = torch.cuda.current_device()
     if device not in _memories:
-        _memories[device] = _Memory(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        warming, capturing = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
+        _memories[device] = _Memory(warming, capturing)
     return _memories[device]
 
 
