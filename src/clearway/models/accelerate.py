@@ -19,6 +19,7 @@ from clearway.errors import RequestError, nearest
 from clearway.execution import EXECUTORS, forget
 from clearway.models import (
     _attention,
+    _checks,
     _dit,
     _executors,
     _fused_blocks,
@@ -103,6 +104,7 @@ def accelerate(
             _channels_last(label, part, report)
         if not isinstance(target, Model):
             _executors.place(label, part, executor, report)
+        _checks.begin(label, part, report)
     return report
 
 

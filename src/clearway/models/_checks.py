@@ -1,0 +1,54 @@
+"""Self-tests begun when it is known what will run: side by side, while weights are read and words encoded."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from clearway import device as machine
+from clearway import ops
+from clearway.device import Device
+from clearway.models import chosen
+from clearway.models._report import Report
+from clearway.ops import verdicts
+from clearway.types import Precision
+
+NAMES = {"group_norm": "group_norm_silu"}
+"""The op behind what the report calls otherwise."""
+
+
+def begin(label: str, part: nn.Module, report: Report) -> int:
+    """Begins the self-tests of the ops in place in `part` where it lies, in its dtype; how many it began."""
+    weight = next((one for one in part.parameters() if one.is_floating_point()), None)
+    if weight is None:
+        return 0
+    placed = [
+        NAMES.get(what, what)
+        for what, names in report.placed.items()
+        if any(name == label or name.startswith(f"{label}.") for name in names)
+    ]
+    kind = weight.device.type
+    return verdicts.prepare(placed, kind, weight.dtype, likes(part)) if placed else 0
+
+
+def begin_loading(device: Device, precision: Precision) -> int:
+    """Begins the self-tests of what a model that is about to be read will be run by; how many it began."""
+    wanted = chosen.default(device.kind).ops
+    if not wanted or device.kind == "cpu":
+        return 0
+    ops.discover()
+    dtypes = dict.fromkeys((precision.unet, precision.vae))
+    return sum(verdicts.prepare(wanted, device.kind, machine.dtype(name)) for name in dtypes)
+
+
+def likes(part: nn.Module) -> dict[str, tuple[int, ...]]:
+    """By op a shape such as its first argument will have, as far as the modules of `part` tell."""
+    found: dict[str, tuple[int, ...]] = {}
+    for module in part.modules():
+        if isinstance(module, nn.LayerNorm):
+            found.setdefault("layer_norm", (2, 64, module.normalized_shape[-1]))
+        heads, q = getattr(module, "heads", None), getattr(module, "to_q", None)
+        if isinstance(heads, int) and isinstance(q, nn.Linear):
+            found.setdefault("attention", (2, heads, 64, q.out_features // heads))
+        if type(module).__name__ == "GEGLU" and isinstance(module.proj, nn.Linear):
+            found.setdefault("geglu", (2, 64, module.proj.out_features))
+    return found

@@ -1,0 +1,76 @@
+"""What is self-tested as soon as it is known what will run: from what was put in place, or before reading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clearway.device import Device
+from clearway.models import _checks, chosen
+from clearway.models._report import Report
+from clearway.models.accelerate import accelerate
+from clearway.ops import verdicts
+from clearway.ops.contract import OPS
+from clearway.types import Precision
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is asked of `verdicts.prepare`."""
+    heard: list[tuple[Any, ...]] = []
+
+    def prepare(ops: Any, kind: str, dtype: torch.dtype, likes: Any = None) -> int:
+        heard.append((tuple(ops), kind, dtype, dict(likes or {})))
+        return len(heard[-1][0])
+
+    monkeypatch.setattr(verdicts, "prepare", prepare)
+    return heard
+
+
+def test_accelerate_begins_the_ops_that_it_put_in_place(
+    asked: list[tuple[Any, ...]], folders: dict[str, Path]
+) -> None:
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+    unet = UNet2DConditionModel.from_pretrained(folders["sd1"], subfolder="unet", low_cpu_mem_usage=False)
+    accelerate(unet.half(), executor="eager")
+    ((ops, kind, dtype, likes),) = asked
+    assert {"attention", "geglu", "group_norm_silu", "layer_norm", "residual_add"} <= set(ops)
+    assert (kind, dtype) == ("cpu", torch.float16)
+    assert set(likes) == {"attention", "geglu", "layer_norm"}
+
+
+def test_shapes_are_those_that_modules_tell() -> None:
+    from diffusers.models.attention_processor import Attention
+
+    part = nn.Sequential(Attention(query_dim=24, heads=3, dim_head=8), nn.LayerNorm(24))
+    assert _checks.likes(part) == {"attention": (2, 3, 64, 8), "layer_norm": (2, 64, 24)}
+
+
+def test_where_nothing_was_put_nothing_is_begun(asked: list[tuple[Any, ...]]) -> None:
+    report = Report(placed={"geglu": ["unet.ff.net.0", "vae_2.x"]})
+    assert _checks.begin("vae", nn.Linear(2, 2), report) == 0
+    assert _checks.begin("unet", nn.ReLU(), report) == 0 and not asked
+    assert _checks.begin("unet", nn.Linear(2, 2), report) == 1
+    assert asked == [(("geglu",), "cpu", torch.float32, {})]
+
+
+def test_before_a_model_is_read_what_it_will_be_run_by_is_begun(
+    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(chosen.PLAIN, raising=False)
+    precision = Precision(unet="float16", vae="float32")
+    assert _checks.begin_loading(Device("cpu"), precision) == 0 and not asked
+    _checks.begin_loading(Device("cuda", 0), precision)
+    assert [(kind, dtype) for _, kind, dtype, _ in asked] == [
+        ("cuda", torch.float16),
+        ("cuda", torch.float32),
+    ]
+    assert "group_norm_silu" in asked[0][0] and OPS.keys() >= {"group_norm_silu", "attention"}
+    asked.clear()
+    with chosen.plainly():
+        assert _checks.begin_loading(Device("cuda", 0), precision) == 0 and not asked
