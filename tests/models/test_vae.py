@@ -52,6 +52,14 @@ LATENTS = torch.randn(3, 4, 2, 2, generator=torch.Generator().manual_seed(0)) * 
 DARK = torch.tensor([1.0, -1.0, 1.0]).view(3, 1, 1, 1).expand(3, 4, 2, 2)
 
 
+def test_the_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, inner = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(tensor) or inner(tensor))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda _: pytest.fail("read by itself"))
+    vae.decode(model(Vae(torch.float32)), LATENTS)
+    assert len(waits) == 1
+
+
 def test_one_picture_at_a_time_scaled_and_shifted() -> None:
     module = Vae(torch.float32)
     made = vae.decode(model(module), LATENTS)

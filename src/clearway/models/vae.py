@@ -43,7 +43,12 @@ def decode(
     of precision, which `dtypes` and a note tell. Raises UnavailableError where the latents themselves are not
     finite, or float32 does not help.
     """
-    if not torch.isfinite(latents).all():
+    call = run or model.vae.decode
+    scaled = torch.split(latents.float() / model.latent_scale + model.latent_shift, 1)
+    made = [_decode(model, row, call, tiled) for row in scaled]
+    # the latents too are looked at here, since the device would idle while the host waits for that first
+    sampled, *good = _finite([latents, *(pixels for pixels, _ in made)])
+    if not sampled:
         if model.precision.unet == model.precision.sampling == "float32":
             raise UnavailableError(
                 "sampling ended in NaN or infinity in float32; the weights are damaged or a sampler option "
@@ -53,12 +58,9 @@ def decode(
             f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "
             f"{model.precision.sampling}); dtype float32 (or bfloat16) may work"
         )
-    call = run or model.vae.decode
-    scaled = torch.split(latents.float() / model.latent_scale + model.latent_shift, 1)
-    made = [_decode(model, row, call, tiled) for row in scaled]
     before = model.vae.dtype
     dtypes, notes = [_name(before)] * len(made), list[str]()
-    broken = [index for index, good in enumerate(_finite([pixels for pixels, _ in made])) if not good]
+    broken = [index for index, whole in enumerate(good) if not whole]
     if broken and before == torch.float32:
         raise UnavailableError(
             "the VAE returned NaN in float32; its weights are damaged, use another VAE or checkpoint"
@@ -103,9 +105,9 @@ def _decode(
     return whole(row), None
 
 
-def _finite(pictures: list[Tensor]) -> list[bool]:
-    """Whether each holds numbers alone; one wait for the device."""
-    found: list[bool] = torch.stack([torch.isfinite(one).all() for one in pictures]).tolist()
+def _finite(tensors: list[Tensor]) -> list[bool]:
+    """Whether each holds finite numbers alone; one wait for the device."""
+    found: list[bool] = torch.stack([torch.isfinite(one).all() for one in tensors]).tolist()
     return found
 
 
