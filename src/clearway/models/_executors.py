@@ -27,7 +27,8 @@ AUTO = "auto"
 CHOICES = (AUTO, *EXECUTORS)
 """What `accelerate` takes: "auto" is, call by call, what is best on the device that the arguments lie on."""
 
-_NETWORKS = ("UNet2DConditionModel", "ControlNetModel")
+_NETWORKS = ("UNet2DConditionModel", "ControlNetModel", "Transformer2DModel")
+"""How the names of classes end that a pipeline calls at each step."""
 _DECODERS = ("AutoencoderKL", "AutoencoderTiny")
 MOVED = "hooks are at work on it that may move its weights (offloading, caching)"
 
@@ -137,12 +138,12 @@ def _called(label: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     library = kind.__module__.partition(".")[0]
     if library == "diffusers" and kind.__name__ in _DECODERS and isinstance(part.decoder, nn.Module):
         yield f"{label}.decoder", part.decoder
-    elif library == "diffusers" and kind.__name__ == "MultiControlNetModel":
+    elif library == "diffusers" and kind.__name__.endswith("MultiControlNetModel"):
         nets: Any = part.nets
         for number, net in enumerate(nets):
             yield f"{label}.{number}", net
     elif library == "diffusers":
-        if kind.__name__ in _NETWORKS or kind.__name__.endswith("Transformer2DModel"):
+        if kind.__name__.endswith(_NETWORKS):
             yield label, part
     elif library == "transformers" and label.startswith("text_encoder"):
         yield label, part
