@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from clearway.measure import networks
 from clearway.measure.contenders import find
 from clearway.measure.random_model import random_model
 from clearway.measure.scenario import Scenario
-from clearway.types import Precision
+from clearway.types import Choices, Precision
+from fake_capture import Recorder
 
 SHAPES = {
     ("unet", "tiny-sd15"): (2, 4, 8, 8),
@@ -61,6 +63,16 @@ def test_flops_grow_with_the_picture_and_bytes_are_those_of_weights_and_tensors(
     assert wide["flops"] / found["flops"] == pytest.approx(2, rel=0.1)
     weights = sum(value.numel() for value in tiny.vae.decoder.parameters()) * 4
     assert found["bytes_moved"] == weights + 4 * (4 * 8 * 8 + 3 * 64 * 64)
+
+
+def test_text_encoders_run_by_the_executor_that_is_chosen(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("clearway.execution.executor"), "TorchCapture", Recorder)
+    graphs = replace(model, choices=Choices(executor="cuda_graph"))
+    arm = networks.clearway_network(scenario("text"), graphs, {}, None)
+    assert torch.equal(arm.probe(0).latents, networks.output(scenario("text"), model, 0, "float32", "cpu"))
+    assert set(arm.routes()) == {"text_encoder/cuda_graph"} and arm.proof() is None
 
 
 def test_a_choice_that_text_encoders_do_not_take_is_refused(model: Any) -> None:

@@ -47,7 +47,7 @@ def encode(
     """
     encoders = [
         _Encoder(
-            run(MethodType(_read, module), f"text_encoder_{index + 1}" if index else "text_encoder"),
+            run(MethodType(read, module), f"text_encoder_{index + 1}" if index else "text_encoder"),
             tokenizer,
             _layer(module, model.family.name, clip_skip),
             model,
@@ -112,7 +112,7 @@ def _with_ends(window: Window, tokenizer: Any) -> tuple[list[int], list[float]]:
 
 
 def _layer(encoder: Any, family: str, clip_skip: int) -> dict[str, Any]:
-    """Which hidden state a family reads, as `_read`'s arguments."""
+    """Which hidden state a family reads, as `read`'s arguments."""
     if family == "sdxl":
         return {"last": 2, "normed": False}
     if family != "sd1":
@@ -123,7 +123,7 @@ def _layer(encoder: Any, family: str, clip_skip: int) -> dict[str, Any]:
     return {"last": clip_skip, "normed": True}
 
 
-def _read(encoder: Any, ids: Tensor, *, last: int, normed: bool) -> tuple[Tensor, Tensor | None]:
+def read(encoder: Any, ids: Tensor, *, last: int, normed: bool) -> tuple[Tensor, Tensor | None]:
     """What is wanted of a text encoder's outputs, so that a captured graph keeps no more: hidden state number
     `last` from the end (1, L, D), through the final norm or not, and the projection (1, P) if it has one."""
     if last == 1 and normed:

@@ -6,15 +6,16 @@ Every contender gets the same inputs, drawn per round on the device before anyth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from clearway import device as machine
 from clearway import execution
-from clearway.execution import Eager
+from clearway.conditioning.encode import read
 from clearway.measure.contenders import Arm, Probe, isolated_model, misrouted
 from clearway.models import Model
 from clearway.types import Choices
@@ -74,7 +75,8 @@ Run = Callable[[Given], "Tensor"]
 
 @dataclass(slots=True)
 class Networks:
-    """The callables of an arm's networks; which of them runs is the scenario's business."""
+    """The callables of an arm's networks; which of them runs is the scenario's business. `texts` are `read`
+    of an encoder each."""
 
     unet: Callable[..., Any]
     vae: Callable[..., Any]
@@ -94,11 +96,16 @@ class Networks:
         if what == "vae":
             picture: Tensor = self.vae(given["z"], return_dict=False)[0]
             return picture
+        second_last = {"last": 2, "normed": False}
         hidden = [
-            encoder(ids, output_hidden_states=True).hidden_states[-2]
-            for encoder, ids in zip(self.texts, given["ids"], strict=True)
+            encoder(ids, **second_last)[0] for encoder, ids in zip(self.texts, given["ids"], strict=True)
         ]
         return torch.cat(hidden, dim=-1)
+
+
+def _texts(modules: Sequence[Any]) -> tuple[Callable[..., Any], ...]:
+    """Text encoders as the pipeline calls them: ids -> hidden state."""
+    return tuple(MethodType(read, module) for module in modules)
 
 
 class _Calls:
@@ -125,7 +132,9 @@ class _Calls:
 def clearway_network(scenario: Scenario, model: Model, intended: dict[str, Any], note: str | None) -> Arm:
     """Clearway's call of the network, by the executor that the model's choices name."""
     routes, choices = Counter[str](), model.choices
-    texts = tuple(Eager(one, "text_encoder", routes) for one in model.text_encoders)
+    # as in the pipeline: compiling what runs once a prompt costs more than it gives
+    how = replace(choices, executor="eager") if choices.executor == "compiled" else choices
+    texts = tuple(executor(one, "text_encoder", how, routes) for one in _texts(model.text_encoders))
     networks = Networks(
         executor(model.unet, "unet", choices, routes),
         executor(model.vae.decode, "vae", choices, routes),
@@ -155,7 +164,7 @@ def diffusers_network(scenario: Scenario, model: Model, parts: Parts, compiled: 
     """A plain call of Diffusers' or transformers' module, compiled where that is asked for."""
     holder = _Holder(parts.unet, parts.vae)
     compiled.compile(holder)
-    calls = _Calls(scenario, model, Networks(holder.unet, holder.vae.decode, parts.texts))
+    calls = _Calls(scenario, model, Networks(holder.unet, holder.vae.decode, _texts(parts.texts)))
     count = Counter[str]()
     label = f"{scenario.what}/diffusers {compiled.label}"
 
@@ -197,7 +206,7 @@ def output(scenario: Scenario, model: Model, round: int, dtype: str, place: str)
         torch.nn.Module.to(module, device=place, dtype=target)  # Diffusers' own `to` prints advice
     given = moved(inputs(scenario, model, round))
     with torch.inference_mode():
-        return Networks(own.unet, own.vae.decode, own.text_encoders).run(scenario.what, given).float()
+        return Networks(own.unet, own.vae.decode, _texts(own.text_encoders)).run(scenario.what, given).float()
 
 
 def cost(scenario: Scenario, model: Model) -> dict[str, Any]:
@@ -207,7 +216,7 @@ def cost(scenario: Scenario, model: Model) -> dict[str, Any]:
     given = inputs(scenario, model, 0)
     modules = {"unet": (model.unet,), "vae": (model.vae.decoder,), "text": model.text_encoders}[scenario.what]
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-        out = Networks(model.unet, model.vae.decode, model.text_encoders).run(scenario.what, given)
+        out = Networks(model.unet, model.vae.decode, _texts(model.text_encoders)).run(scenario.what, given)
     weights = sum(one.numel() * one.element_size() for module in modules for one in module.parameters())
     tensors = [*_tensors(given), out]
     moved = weights + sum(one.numel() * one.element_size() for one in tensors)
