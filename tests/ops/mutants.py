@@ -56,6 +56,9 @@ MUTANTS = (
     ("upsample_conv", "if i1 != i0 and j1 != j0:", "if i1 != i0 and j1 == j0:"),
     ("upsample_conv", "(2 * j + b) * out_w", "(2 * j) * out_w"),
     ("upsample_conv", "+ plus[:, None]", ""),
+    ("skip_concat", "(wide - channels) * skip_c", "wide * skip_c"),
+    ("skip_concat", "p * skip_p + ", "p * x_p + "),
+    ("skip_concat", "(p < size) & (c < both)", "(p < size) & (c < both - 1)"),
     ("residual_add", "y += tl.load(bias", "y -= tl.load(bias"),
     ("residual_add", "r_n + wide * r_c", "x_n + wide * r_c"),
 )

@@ -26,6 +26,7 @@ from clearway.models import (
     _joined,
     _time_embedding,
     _transformers,
+    _up_blocks,
 )
 from clearway.models._bound import Bound, occupied, plain, plain_weight
 from clearway.models._report import Report
@@ -40,6 +41,7 @@ OPS = (
     "group_norm_silu",
     "layer_norm",
     "residual_add",
+    "skip_concat",
     "time_embedding",
     "upsample_conv",
 )
@@ -183,8 +185,13 @@ def _place(
     from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.transformers.transformer_2d import Transformer2DModel
+    from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
     from diffusers.models.upsampling import Upsample2D
 
+    ups: dict[type, Callable[..., Any]] = {
+        UpBlock2D: _up_blocks.plain_up,
+        CrossAttnUpBlock2D: _up_blocks.attention_up,
+    }
     within: set[int] = set()  # norms that are computed with what is around them
     timed: list[nn.Module] = []
     modules = list(_walk(label, part))
@@ -204,6 +211,8 @@ def _place(
                 if "time_embedding" in ops and not _time_embedding.refuse(module):
                     report.place("time_embedding", name)
                     timed.append(module)
+        elif kind in ups and "skip_concat" in ops:
+            _bind(name, module, "skip_concat", ups[kind], None, report)
         elif kind is Upsample2D and "upsample_conv" in ops:
             why = _fused_blocks.refuse_upsample(module)
             _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report)
