@@ -67,7 +67,7 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     compile="inline",
 )
 def skip_concat(x: Tensor, skip: Tensor) -> Tensor:
-    """cat((x, skip), 1), channels-last where x is. x (N, C, H, W), skip (N, C', H, W) -> (N, C + C', H, W)."""
+    """cat((x, skip), 1), channels-last where x is. x (N, C, H, W), skip (N, D, H, W) -> (N, C + D, H, W)."""
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
     return torch.cat((x, skip), 1).contiguous(memory_format=layout)
