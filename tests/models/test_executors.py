@@ -261,6 +261,39 @@ def test_hooks_that_move_weights_are_left_to_run_eagerly(pipe: Any, given: dict[
     assert "may move its weights" in str(report)
 
 
+def test_accelerates_own_hooks_before_and_after(pipe: Any, given: dict[str, Any]) -> None:
+    """The library by which Diffusers offloads, with the CPU for a device."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    parts = (pipe.unet, pipe.vae, pipe.text_encoder)
+    expected = draw(pipe, given)
+
+    def hook() -> None:
+        for part in parts:
+            hooks.add_hook_to_module(part, hooks.CpuOffload(execution_device="cpu"))
+
+    def unhook() -> None:
+        for part in parts:
+            hooks.remove_hook_from_module(part, recurse=True)
+
+    report = accelerate(pipe, executor="cuda_graph")
+    draw(pipe, given)
+    hook()
+    close(draw(pipe, given), expected)
+    assert set(report.reasons()) == {"unet", "vae.decoder", "text_encoder"}
+    unhook()
+    graphs = report.ran["unet"].calls["unet/cuda_graph"]
+    close(draw(pipe, given), expected)
+    assert report.ran["unet"].calls["unet/cuda_graph"] == graphs + 2
+    restore(pipe)
+    assert (draw(pipe, given) == expected).all()
+    hook()
+    assert "may move its weights" in str(accelerate(pipe, executor="cuda_graph"))
+    close(draw(pipe, given), expected)
+    restore(pipe)
+    unhook()
+    assert (draw(pipe, given) == expected).all()
+
+
 def test_a_callback_may_change_what_it_is_given_and_keep_it(pipe: Any, given: dict[str, Any]) -> None:
     """What the network gave is the caller's, and an embedding changed in place is seen."""
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from clearway import Request, generate, sampling
+from clearway.models import load
 from clearway.models.accelerate import accelerate, restore
 from pipelines import draw, image_adapter, pipeline
 
@@ -121,6 +123,28 @@ def test_replays_never_wait_for_the_device(folders: dict[str, Path], mode: Any) 
                     unet(x, timestep, encoder_hidden_states=context)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M SDE"])
+def test_the_loop_of_clearways_own_pipeline_never_waits(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    model = load(str(folders["sd1"]), device="cuda")
+    request = Request(prompt="a red cube", width=64, height=64, steps=6, seed=1, sampler=sampler)
+    expected = generate(request, model)
+    whole = sampling.sample
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return whole(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(sampling, "sample", watched)
+    drawn = generate(request, model)
+    assert (drawn.images == expected.images).all()
+    assert drawn.routes["unet/cuda_graph"] >= 6 and "unet/eager" not in drawn.routes
 
 
 def test_what_cannot_be_captured_leaves_no_trace(folders: dict[str, Path]) -> None:
