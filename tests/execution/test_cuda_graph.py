@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearway.execution.capture import TorchCapture
-from clearway.execution.cuda_graph import CudaGraph
+from clearway.execution.cuda_graph import WARM_UPS, CudaGraph
 from clearway.execution.kept import Kept
 from clearway.execution.pool import Pool
 from clearway.ops import budget, contract
+from clearway.ops._triton import Kernel
 from clearway.ops.attention import attention
 from clearway.ops.geglu import geglu
 from fake_capture import Recorder
@@ -384,3 +386,42 @@ def test_the_callers_key_may_be_a_function(network: Network) -> None:
     run(torch.randn(2, 4), context=torch.randn(2, 4))  # asked before the capture and after it
     run(torch.randn(2, 4), context=torch.randn(2, 4))
     assert run.pool.captured == 2
+
+
+class Launching(nn.Module):
+    """Twice x by a kernel, whose values something is kept of."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel, self.kept = kernel, Kept()
+
+    def forward(self, x: Tensor, *, context: Tensor) -> Tensor:
+        out = torch.full_like(x, float("nan"))
+        self.kernel.launch((1,), x, out)
+        (read,) = self.kept.get(context, [], lambda: (context + out,), promised=True)
+        return read
+
+
+def test_kernels_are_built_by_a_run_that_launches_none_and_leaves_nothing() -> None:
+    """The first warm-up gives NaN, since nothing is written in it; the graph, and what it keeps, do not."""
+    told: list[str] = []
+
+    class Jit:
+        cache_key, device_caches = "", Counter[Any]()
+
+        def warmup(self, *args: Any, grid: Any) -> Any:
+            told.append("built")
+            return SimpleNamespace(run=None)
+
+        def __getitem__(self, grid: Any) -> Any:
+            told.append("launched")
+            return lambda x, out: out.copy_(2 * x)
+
+    kernel = Kernel(lambda x, out: None)
+    kernel._built = Jit()
+    pool = Pool(Recorder())
+    run = CudaGraph(Launching(kernel), "unet", Counter(), pool, promised=("context",))
+    x, context = torch.ones(4), torch.ones(4)
+    assert torch.equal(run(x, context=context), torch.full((4,), 3.0))
+    assert told[0] == "built" and told.count("built") == 1 and "launched" in told
+    assert pool.backend.warm_ups == WARM_UPS and run.routes == {"unet/cuda_graph": 1}

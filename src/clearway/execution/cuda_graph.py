@@ -29,7 +29,7 @@ from clearway.execution.pool import Graph, Pool
 from clearway.ops import ahead, budget, contract
 
 WARM_UPS = 2
-"""Calls before a capture; on CUDA the first of them builds kernels, and launches none of ours."""
+"""Calls before a capture; the first of them builds our kernels and launches none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +193,7 @@ class CudaGraph:
             return self.module(*args, **kwargs)
 
         def warm() -> Any:
-            if next(turns) == 0 and device.type == "cuda":  # kernels are built at once, not one by one
+            if next(turns) == 0:  # kernels are built at once, not one by one
                 with within(Frame(tuple(lasting))):
                     ahead.build(run)
                 return None
