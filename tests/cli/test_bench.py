@@ -92,6 +92,27 @@ def test_what_is_asked_for(run: Any, asked: list[Any]) -> None:
     assert (plan.rounds, plan.limit_s, plan.price_per_hour, plan.check) == (10, 60.0, 2.0, True)
 
 
+def test_records_so_far_lie_beside_the_output_until_the_end(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    one = Record(scenario="embedded", contender="clearway", provenance={}, refused="cut off")
+
+    def fake(*given: Any, on_records: Any, **more: Any) -> list[Record]:
+        on_records([one])
+        assert read(partial) == [one] and output.exists() == bool(more["kept"])
+        on_records([one, one])
+        assert len(read(partial)) == 2
+        if more["kept"]:
+            raise UnavailableError("cut off")
+        more["kept"]["model"] = 1
+        return [one]
+
+    monkeypatch.setattr(harness, "bench", fake)
+    assert run("embedded", "embedded", "--output", str(output), "--floor-rounds", "8")[0] == 3
+    assert len(read(output)) == 1 and len(read(partial)) == 2
+
+
 def test_the_usual_contenders_and_a_failure_is_exit_code_3(run: Any, asked: list[Any]) -> None:
     code, out, _ = run("--device", "cpu")
     assert code == 0 and run("--contenders", "clearway,diffusers")[0] == 3

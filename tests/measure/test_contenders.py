@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,32 @@ def test_what_was_selected_is_used_by_clearway_alone(model: Any) -> None:
         assert model.unet.conv_in.weight.is_contiguous()
     finally:
         chosen.forget(model, TINY.width, TINY.height)
+
+
+def test_the_default_arm_has_the_choices_of_the_defaults(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearway.models import chosen
+
+    graph, eager = (
+        find(name).prepare(TINY, model).intended()["choices"]
+        for name in ("clearway-fused-graph", "clearway-fused")
+    )
+    monkeypatch.setitem(chosen.DEFAULTS, "cpu", chosen.DEFAULTS["cuda"])
+    usual = chosen.default("cpu")
+    assert graph == asdict(usual) and eager == asdict(replace(usual, executor="eager"))
+    assert find("clearway").prepare(TINY, model).intended()["choices"] == asdict(usual)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_png_files_are_timed_in_every_whole_arm(model: Any) -> None:
+    writers = {}
+    for name in ("clearway-eager", "diffusers"):
+        arm = find(name).prepare(TINY, model)
+        arm.call(0)
+        arm.settle()
+        arm.call(0)
+        assert len(arm.png_s) == 1 and arm.png_s[0] > 0
+        writers[name] = arm.intended()["png"]
+    assert writers == {"clearway-eager": "Clearway's writer", "diffusers": "Pillow"}
 
 
 def test_clearways_own_ops_draw_the_same_picture(model: Any) -> None:

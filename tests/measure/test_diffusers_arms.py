@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 
 from clearway.device import Device
 from clearway.errors import UnavailableError
+from clearway.measure import diffusers_arms
 from clearway.measure.compiled import Compiled
 from clearway.measure.contenders import find
 from clearway.measure.diffusers_arms import Pipeline, reference
 from clearway.measure.quality import compare_tensors
 from clearway.measure.random_model import random_model
 from clearway.measure.scenario import Scenario
+from clearway.models._report import Ran
 from clearway.types import Precision
 
 # Diffusers' schedulers hand torch's tensors to NumPy in a way that NumPy 2 warns of
@@ -53,6 +56,40 @@ def test_groups_a_negative_prompt_and_no_guidance(model: Any) -> None:
         ours, theirs = (find(name).prepare(one, model).probe(0) for name in ("clearway-eager", "diffusers"))
         assert theirs.calls == ours.calls and theirs.latents.shape == ours.latents.shape
         assert compare_tensors(theirs.latents, ours.latents)["rel_l2"] < 5e-3
+
+
+def test_after_accelerate_the_pipeline_draws_the_same_picture(model: Any) -> None:
+    arm, plain = (find(name).prepare(TINY, model) for name in ("diffusers-clearway", "diffusers"))
+    found, expected = arm.probe(0), plain.probe(0)
+    assert compare_tensors(found.latents, expected.latents)["rel_l2"] < 1e-3
+    assert np.abs(found.images.astype(int) - expected.images).max() <= 2
+    intended = arm.intended()
+    assert intended["accelerated"]["group_norm_silu"] > 0 and intended["png"] == "Pillow"
+    assert "accelerated" not in plain.intended()
+    assert arm.proof() is None and model.unet.conv_in.weight.is_contiguous()
+    with pytest.raises(UnavailableError, match="whole pipelines"):
+        find("diffusers-clearway").prepare(replace(TINY, what="unet"), model)
+
+
+def test_graphs_that_did_not_run_in_the_users_pipeline_are_said(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Pipeline(TINY, model, Compiled(), accelerated=True)
+    arm = setup.arm()
+    monkeypatch.setattr(diffusers_arms, "automatic", lambda kind: "cuda_graph")
+    assert arm.proof() == "unet was to run by cuda_graph, and no executor is in place at it"
+    setup.report.ran = {
+        "unet": Ran(Counter({"unet/eager": 9}), Counter({"warming": 9})),
+        "vae.decoder": Ran(),
+    }
+    assert arm.proof() == "unet was to run by cuda_graph and ran 9 times by something else: warming"
+    arm.settle()
+    setup.report.ran["unet"].calls["unet/cuda_graph"] = 3
+    assert "vae.decoder was to run by cuda_graph and ran 0 times" in (arm.proof() or "")
+    setup.report.ran["vae.decoder"].calls["vae.decoder/cuda_graph"] = 1
+    assert arm.proof() is None and arm.routes() == {"unet/cuda_graph": 3, "vae.decoder/cuda_graph": 1}
+    setup.report.placed.clear()
+    assert "found nothing" in (arm.proof() or "")
 
 
 def test_channels_last_leaves_the_models_own_weights_alone(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from clearway.errors import Cancelled, RequestError, UnavailableError
 from clearway.measure import contenders, harness
 from clearway.measure.clock import FEWEST
 from clearway.measure.contenders import Arm, Contender, Probe
-from clearway.measure.harness import LEAST_S, Entry, Plan, bench, operation
+from clearway.measure.harness import LEAST_S, Plan, bench
 from clearway.measure.random_model import random_model
 from clearway.measure.record import Record, to_line
 from clearway.measure.scenario import Scenario
@@ -204,13 +205,69 @@ def test_long_rounds_are_told_of(add: Add, timer: FakeTimer, model: Any) -> None
     plan = Plan(check=False, new_size=False, rounds=6)
     bench(TINY, ["slow"], CPU, plan, model=model, timer=timer, tell=told.append)
     # two calls a round against itself, then one
-    assert [text for text in told if text.endswith("rounds done")] == [
-        *(f"tiny: {done} of 6 rounds done" for done in (1, 2, 3, 4, 5)),
-        *(f"tiny: {done} of 6 rounds done" for done in (1, 3, 5)),
+    assert [text.partition(": ")[2] for text in told if text.endswith("rounds done")] == [
+        *(f"{done} of 6 rounds done" for done in (1, 2, 3, 4, 5)),
+        *(f"{done} of 6 rounds done" for done in (1, 3, 5)),
     ]
+    warm = re.compile(r"tiny, \d+ s: slow warm after 3 calls, the last took [\d.]+ s")
+    assert any(map(warm.fullmatch, told))
     told.clear()
     bench(TINY, ["quick"], CPU, plan, model=model, timer=timer, tell=told.append)
     assert "rounds done" not in "".join(told)
+
+
+def test_the_noise_floor_has_rounds_of_its_own(add: Add, timer: FakeTimer, model: Any) -> None:
+    add("a")
+    told: list[str] = []
+    plan = Plan(check=False, new_size=False, rounds=2, floor_rounds=8)
+    (one,) = bench(TINY, ["a"], CPU, plan, model=model, timer=timer, tell=told.append)
+    assert any(text.endswith("noise floor, a against itself, 8 rounds") for text in told)
+    assert one.provenance["settings"]["noise_floor"] is not None
+    assert one.provenance["settings"]["floor_rounds"] == 8 and one.throughput["n"] == 2  # type: ignore[index]
+
+
+def test_what_is_known_is_handed_out_before_the_end(add: Add, timer: FakeTimer, model: Any) -> None:
+    add("slow", 6.0)
+    add("graph", proof="ran by eager")
+    add("unable", unable=UnavailableError("it cannot"))
+    heard: list[list[Record]] = []
+    plan = Plan(check=False, rounds=6)
+    names = ["slow", "graph", "unable"]
+    last = bench(TINY, names, CPU, plan, model=model, timer=timer, on_records=heard.append)
+    assert [len(found) for found in heard[:3]] == [1, 2, 3]
+    slow, _, unable = heard[2]
+    assert slow.refused == harness.UNTIMED and slow.throughput is None and slow.memory is not None
+    assert unable.failed == "it cannot" and unable.refused is None
+    during, end = heard[3:-1], heard[-1]
+    assert during and all(found[0].refused == harness.UNCHECKED for found in during)
+    counts = [found[0].throughput["n"] for found in during]  # type: ignore[index]
+    assert counts == sorted(counts) and 0 < counts[0] < 6
+    assert [one.refused for one in end] == [None, "ran by eager", None]
+    assert end[0].throughput["samples_s"] == last[0].throughput["samples_s"]  # type: ignore[index]
+    assert end[0].throughput["new_size_s"] is None and last[0].throughput["new_size_s"]  # type: ignore[index]
+
+
+def test_a_round_of_several_calls_is_told_by_the_call(add: Add, timer: FakeTimer, model: Any) -> None:
+    add("net", 10.0, cold_s=60.0, ready_s=5.0)
+    one = replace(TINY, what="vae", calls=10, count=1, batch_size=1)
+    plan = Plan(check=False, rounds=6)
+    (record,) = bench(one, ["net"], CPU, plan, model=model, timer=timer)
+    found = record.throughput
+    assert found is not None and found["calls"] == 10 and found["p50_s"] == pytest.approx(1, rel=0.05)
+    assert found["first_s"] == pytest.approx(61, rel=0.02) and found["ready_s"] == pytest.approx(65, rel=0.02)
+    assert found["new_size_s"] == pytest.approx(61, rel=0.02)
+    assert record.operations is not None
+    (row,) = record.operations
+    assert row["name"] == "VAE decode, of 10 in a row" and row["p50_ms"] == pytest.approx(1000, rel=0.05)
+
+
+def test_a_model_is_kept_for_the_next_scenario() -> None:
+    kept: dict[Any, Any] = {}
+    tiny = replace(TINY, model="tiny-sd15-random")
+    first = harness.kept_model(tiny, CPU, kept)
+    assert harness.kept_model(replace(tiny, steps=9), CPU, kept) is first
+    other = harness.kept_model(replace(tiny, precision={"vae": "bfloat16"}), CPU, kept)
+    assert other is not first and list(kept.values()) == [other]
 
 
 def test_less_work_is_not_compared_with_the_same(add: Add, timer: FakeTimer, model: Any) -> None:
@@ -295,12 +352,6 @@ def test_timelines_are_thinned_to_their_peaks() -> None:
     found = harness._thinned(points)
     assert len(found) <= 200 and {value for _, value in found} <= set(range(7))
     assert max(value for _, value in found) == 6 and harness._thinned([]) == []
-
-
-def test_an_operation_without_counts_has_no_rates() -> None:
-    row = operation("x", [0.001, 0.002, 0.003])
-    assert row["p50_ms"] == 2.0 and row["flops"] is None and row["gb_per_s"] is None
-    assert harness.throughput(TINY, Entry("x"), None) is None
 
 
 def test_models_come_by_name(tmp_path: Any) -> None:

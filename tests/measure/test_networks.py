@@ -52,6 +52,30 @@ def test_contenders_give_the_same(model: Any, what: str) -> None:
         assert ours.call(0, 64).shape[-1] == 2 * first.latents.shape[-1]
 
 
+@pytest.mark.parametrize("name", ["clearway-eager", "diffusers"])
+def test_a_round_is_several_calls_of_fresh_inputs(
+    model: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = scenario("unet", calls=3)
+    arm = find(name).prepare(one, model)
+    seen: list[Any] = []
+    run = networks.Networks.run
+
+    def watched(self: Any, what: str, given: Any) -> Any:
+        seen.append(given["encoder_hidden_states"])
+        return run(self, what, given)
+
+    monkeypatch.setattr(networks.Networks, "run", watched)
+    arm.call(0)
+    arm.call(0)
+    first, second = seen[:3], seen[3:]
+    assert len(second) == 3 and all(value is first[0] for value in first)
+    assert second[0] is second[2] is not first[0] and torch.equal(second[0], first[0])
+    seen.clear()
+    found = arm.probe(0)
+    assert len(seen) == 1 and torch.equal(found.latents, networks.output(one, model, 0, "float32", "cpu"))
+
+
 def test_without_guidance_half_the_rows_run(model: Any) -> None:
     assert networks.inputs(scenario("unet", cfg_scale=1.0), model, 0)["sample"].shape[0] == 1
 

@@ -38,11 +38,17 @@ def add(commands: Any) -> None:
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="change the scenario, e.g. steps=4")
     add("--device", metavar="NAME", help="auto, cuda, cuda:1, mps, xpu or cpu (auto)")
     add("--rounds", type=int, metavar="N", help="rounds in which every contender runs once (10)")
+    add(
+        "--floor-rounds",
+        type=int,
+        metavar="N",
+        help="rounds of one contender against itself (--rounds)",
+    )
     add("--limit-s", type=float, metavar="S", help="bound a scenario's time: nothing long is begun after it")
     add("--price-per-hour", type=float, metavar="X", help="the machine's, for the cost of 1,000 pictures")
     add("--against", metavar="PYTHON", help="alternate with another environment's interpreter")
     add("--no-check", action="store_true", help="make no reference: nothing is verified")
-    add("--output", metavar="FILE", help="add the records to this file")
+    add("--output", metavar="FILE", help="add the records to this file; until a scenario ends: FILE.partial")
     add("--share", metavar="FILE", help="write the records to this file without anything private")
     add("--pictures", metavar="DIR", help="save each contender's picture and the reference's, for `report`")
     add("--json", action="store_true", help="print the records as JSON")
@@ -72,13 +78,18 @@ def run(args: argparse.Namespace) -> int:
     named = bool(names)
     names = names or ([contenders.OWN] if args.against else contenders.usual(device.kind))
     records: list[Record] = []
+    kept: dict[Any, Any] = {}
     try:
         for one in chosen:
-            measure = _against if args.against else _bench
-            found = measure(args, one, names, device, plan)
+            if args.against:
+                found = _against(args, one, names, device, plan)
+            else:
+                found = _bench(args, one, names, device, plan, kept)
             records += found
             for record in found if args.output else ():
                 _append(args.output, record)
+            if args.output:
+                Path(f"{args.output}.partial").unlink(missing_ok=True)
     finally:  # also where one of several scenarios fails, or is stopped: what was measured is shown
         if records:
             _print(records, args.json)
@@ -121,13 +132,20 @@ def _check_targets(args: argparse.Namespace) -> None:
 
 
 def _bench(
-    args: argparse.Namespace, scenario: Scenario, names: list[str], device: Device, plan: Plan
+    args: argparse.Namespace,
+    scenario: Scenario,
+    names: list[str],
+    device: Device,
+    plan: Plan,
+    kept: dict[Any, Any],
 ) -> list[Record]:
     from clearway.measure.harness import bench
+    from clearway.measure.record import replace
 
+    partial = (lambda found: replace(f"{args.output}.partial", found)) if args.output else None
     folder = args.pictures
     keep = (lambda whose, images: _save(folder, scenario.name, whose, images)) if folder else None
-    return bench(scenario, names, device, plan, tell=say, on_picture=keep)
+    return bench(scenario, names, device, plan, tell=say, on_picture=keep, on_records=partial, kept=kept)
 
 
 def _against(
@@ -147,7 +165,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     from clearway.measure.harness import ROUNDS, Plan
 
     rounds = ROUNDS if args.rounds is None else args.rounds
-    for name, value, least in (("rounds", rounds, 1), ("limit-s", args.limit_s, 0)):
+    given = (("rounds", rounds, 1), ("floor-rounds", args.floor_rounds, 1), ("limit-s", args.limit_s, 0))
+    for name, value, least in given:
         if value is not None and not value >= least:
             raise RequestError(f"--{name} {value:g} is out of range; it goes from {least}")
     if args.price_per_hour is not None and not args.price_per_hour >= 0:
@@ -155,7 +174,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     if rounds < FEWEST:
         say(f"{rounds} rounds are too few to call any difference; that takes {FEWEST} or more")
     return Plan(
-        rounds=rounds, limit_s=args.limit_s, price_per_hour=args.price_per_hour, check=not args.no_check
+        rounds=rounds,
+        floor_rounds=args.floor_rounds,
+        limit_s=args.limit_s,
+        price_per_hour=args.price_per_hour,
+        check=not args.no_check,
     )
 
 

@@ -237,6 +237,7 @@ class _Side:
         run.model = harness.load_model(scenario, device)
         if plan.check:
             run.reference = verify.reference(scenario, run.model)
+        run.measure_roofs()
         run.start = run.resting()
         self._entry = run.prepared(contenders.find(str(question["contender"])))
         probe = self._entry.probe

@@ -156,15 +156,18 @@ def interleave(
     limit_s: float | None = None,
     seed: int = 0,
     on_round: Callable[[int, int], None] | None = None,
+    on_warm: Callable[[str, Sequence[float]], None] | None = None,
+    on_samples: Callable[[Mapping[str, Samples]], None] | None = None,
 ) -> dict[str, Samples | Failed]:
     """Each arm's times after `rounds` rounds (at least 1) in which every arm runs once.
 
     Every arm is first called until its last 3 calls lie within 5 % of each other, at most 12 times. The order
     of a round is shuffled by `seed`; the next round runs it backwards, so that no arm is favoured by its
     place. An arm gets the round's number from 0 (in warm-up: numbers from `rounds` on, so that nothing
-    measured was seen before). `on_round` hears (rounds done, rounds). After `limit_s` seconds no further
-    round is begun; half of them are for warming up, in equal parts; one call and one round of each arm are
-    always run.
+    measured was seen before). `on_round` hears (rounds done, rounds), `on_warm` each arm's name and the
+    seconds of its warm-up calls, `on_samples` all times so far, after each round. After `limit_s` seconds no
+    further round is begun; half of them are for warming up, in equal parts; one call and one round of each
+    arm are always run.
 
     An arm that raises becomes `Failed`; a stop by the user and a fault of the device itself are passed on.
     """
@@ -186,6 +189,8 @@ def interleave(
                 break
             calls.append(taken[0])
         warm[name] = calls
+        if on_warm and calls:
+            on_warm(name, calls)
     times: dict[str, list[tuple[float, float | None]]] = {name: [] for name in arms if name not in found}
     order, shuffle, number = list(times), random.Random(seed), 0
     while number < rounds and order and (number == 0 or timer.now() - begun <= limit):
@@ -203,17 +208,23 @@ def interleave(
         number += 1
         if on_round:
             on_round(number, rounds)
+        if on_samples:
+            on_samples({name: _samples(times[name], warm[name]) for name in order})
     for name, pairs in times.items():
         if name not in found:
-            device_s = tuple(value for _, value in pairs if value is not None)
-            found[name] = Samples(
-                wall_s=tuple(wall for wall, _ in pairs),
-                device_s=device_s if len(device_s) == len(pairs) else None,
-                first_s=warm[name][0],
-                warm_ups=len(warm[name]),
-                stable=_stable(warm[name]),
-            )
+            found[name] = _samples(pairs, warm[name])
     return {name: found[name] for name in arms}
+
+
+def _samples(pairs: Sequence[tuple[float, float | None]], warm: Sequence[float]) -> Samples:
+    device_s = tuple(value for _, value in pairs if value is not None)
+    return Samples(
+        wall_s=tuple(wall for wall, _ in pairs),
+        device_s=device_s if len(device_s) == len(pairs) else None,
+        first_s=warm[0],
+        warm_ups=len(warm),
+        stable=_stable(warm),
+    )
 
 
 def compare(a: Samples, b: Samples, floor: float) -> Comparison:

@@ -1,15 +1,18 @@
 """Contenders: ways to do a scenario's work, each prepared as an arm that the harness times and checks.
 
-Whole means prompt string in, PNG bytes out, in every arm. Each arm has module objects of its own over shared
-weights (`isolated`), so that what one does to its model is not done to another's; a memory layout of its own
-costs a copy of what is laid out. To add a contender: one entry in CONTENDERS. A choice of Clearway's needs
-none: "clearway:executor=cuda_graph,layout=channels_last" names it on the spot.
+Whole means prompt string in, PNG bytes out, in every arm, the text encoders included; Clearway writes PNGs by
+its own writer, Diffusers' arms by Pillow as Diffusers' users do, and records tell what that took. Each arm
+has module objects of its own over shared weights (`isolated`), so that what one does to its model is not done
+to another's; a memory layout of its own costs a copy of what is laid out. To add a contender: one entry in
+CONTENDERS. A choice of Clearway's needs none: "clearway:executor=cuda_graph,layout=channels_last" names it on
+the spot.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -51,7 +54,8 @@ class Arm:
     `call(round, side_px)` does one round's work, `side_px` wider than the scenario; `probe(round)` does it
     once more and keeps what can be compared. `proof()` says why the intended path did not run, or None;
     `routes()` what ran, both since `settle()`, which is called once the arm is warm: what captures or
-    compiles may run otherwise at first. `intended()` is what was to run, as JSON values.
+    compiles may run otherwise at first. `intended()` is what was to run, as JSON values. `png_s` holds the
+    seconds that each call since then took to write its PNGs, where it makes any.
     """
 
     call: Callable[..., Any]
@@ -61,6 +65,7 @@ class Arm:
     intended: Callable[[], dict[str, Any]]
     work: str = "same"
     settle: Callable[[], None] = field(default=lambda: None)
+    png_s: list[float] = field(default_factory=list)
     close: Callable[[], None] = field(default=lambda: None)
 
 
@@ -164,6 +169,8 @@ def clearway_arm(scenario: Scenario, model: Model, choices: Choices | None) -> A
         own, note = _with_choices(own, choices)
     wanted = own.choices if choices is None else choices
     intended = {"engine": "clearway", "choices": asdict(wanted), "precision": asdict(model.precision)}
+    if scenario.what == "whole":
+        intended["png"] = "Clearway's writer"
     if note:
         intended["note"] = note
     if scenario.what != "whole":
@@ -185,6 +192,7 @@ class _Whole:
     tuned: Mapping[str, Mapping[str, str]] | None = None
     seen: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
+    png_s: list[float] = field(default_factory=list)
 
     def arm(self, intended: dict[str, Any]) -> Arm:
         return Arm(
@@ -194,8 +202,13 @@ class _Whole:
             routes=lambda: dict(self.seen),
             intended=lambda: intended,
             work=self.scenario.work,
-            settle=self.seen.clear,
+            settle=self.settle,
+            png_s=self.png_s,
         )
+
+    def settle(self) -> None:
+        self.seen.clear()
+        self.png_s.clear()
 
     def call(self, round: int, side_px: int = 0, on_event: Any = None) -> np.ndarray:
         """Draws one round's pictures and makes them PNG bytes."""
@@ -205,8 +218,10 @@ class _Whole:
         tables = nullcontext() if self.tuned is None else state.trying(self.tuned)
         with chosen.set_aside(), tables:  # the arm says itself how it runs
             result = generate(self.scenario.request(round, side_px), self.model, on_event)
+        begun = time.perf_counter()
         for image, text in zip(result.images, result.infotexts, strict=True):
             encode(image, "PNG", text)
+        self.png_s.append(time.perf_counter() - begun)
         self.seen.update(result.routes)
         self.notes.update(result.notes)
         return result.images
@@ -300,27 +315,26 @@ def _clearway(name: str, title: str, usual: tuple[str, ...] = KINDS, **how: Any)
     return Contender(name, title, prepare, usual)
 
 
+def _default(name: str, title: str, kind: str, **change: Any) -> Contender:
+    """Clearway as it runs on devices of `kind` where nothing was selected, with `change` made to that."""
+
+    def prepare(scenario: Scenario, model: Model) -> Arm:
+        from clearway.models import accelerate
+
+        choices = Choices(**{"ops": accelerate.OPS, **chosen.DEFAULTS[kind]})
+        return clearway_arm(scenario, model, replace(choices, **change))
+
+    return Contender(name, title, prepare, (kind,))
+
+
 CONTENDERS: dict[str, Contender] = {
     one.name: one
     for one in (
         _clearway(OWN, "Clearway as it is chosen for this machine"),
         _clearway("clearway-eager", "Clearway, every network called as it is", executor="eager"),
         _clearway("clearway-graph", "Clearway, CUDA graphs", CUDA, executor="cuda_graph"),
-        _clearway(
-            "clearway-fused",
-            "Clearway, its own ops in the networks, channels last",
-            CUDA,
-            layout="channels_last",
-            ops="all",
-        ),
-        _clearway(
-            "clearway-fused-graph",
-            "the same in CUDA graphs",
-            CUDA,
-            executor="cuda_graph",
-            layout="channels_last",
-            ops="all",
-        ),
+        _default("clearway-fused", "what CUDA runs by default, without graphs", "cuda", executor="eager"),
+        _default("clearway-fused-graph", "what CUDA runs by default, whatever was selected", "cuda"),
         _clearway(
             "clearway-compiled",
             "Clearway, torch.compile of UNet and VAE decoder, channels last",
@@ -329,6 +343,7 @@ CONTENDERS: dict[str, Contender] = {
             layout="channels_last",
         ),
         _diffusers("diffusers", "Diffusers' pipeline as its documentation shows it"),
+        _diffusers("diffusers-clearway", "the same after clearway.accelerate(pipe)", CUDA, accelerated=True),
         _diffusers("diffusers-channels-last", "the same, UNet and VAE channels last", layout="channels_last"),
         _diffusers(
             "diffusers-compile-regional",

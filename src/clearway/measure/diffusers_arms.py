@@ -3,8 +3,9 @@
 The scheduler is Diffusers' own class for the sampler. Its sigmas and timesteps are replaced by the scenario's
 (Diffusers rounds the timesteps of DPM++ 2M to whole ones), and the SDE scheduler's Brownian path by the one
 that Clearway draws from, so that pictures can be compared; neither changes how much work is done. Latents
-are in the UNet's dtype, as Diffusers has them. Its pictures are rounded where the WebUI's and Clearway's are
-cut off, so equal pixels differ by up to 1/255.
+are in the UNet's dtype, as Diffusers has them, and the VAE's dtype is the scenario's (`force_upcast` is off).
+PNGs are written by Pillow as it comes, which is what a user of Diffusers has. Its pictures are rounded where
+the WebUI's and Clearway's are cut off, so equal pixels differ by up to 1/255.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,9 +25,12 @@ import torch
 from clearway import device as machine
 from clearway import sampling
 from clearway.errors import UnavailableError
+from clearway.execution import automatic
 from clearway.measure.compiled import Compiled
 from clearway.measure.contenders import Arm, Probe, isolated
 from clearway.models import Model, UNetDenoiser, library
+from clearway.models._report import Report
+from clearway.models.accelerate import accelerate
 from clearway.prompt import plan
 
 if TYPE_CHECKING:
@@ -40,9 +45,13 @@ SCHEDULERS = {
 }
 
 
-def arm(scenario: Scenario, model: Model, **how: Any) -> Arm:
-    """A Diffusers arm; `how` is what `Compiled` takes."""
-    setup = Pipeline(scenario, model, Compiled(**how))
+def arm(scenario: Scenario, model: Model, *, accelerated: bool = False, **how: Any) -> Arm:
+    """A Diffusers arm; `how` is what `Compiled` takes, `accelerated` is by `clearway.accelerate(pipe)`."""
+    if accelerated and scenario.what != "whole":
+        raise UnavailableError(
+            f"clearway.accelerate is measured with whole pipelines, and {scenario.name} calls one network"
+        )
+    setup = Pipeline(scenario, model, Compiled(**how), accelerated=accelerated)
     if scenario.what == "whole":
         return setup.arm()
     from clearway.measure.networks import diffusers_network
@@ -76,8 +85,10 @@ class Pipeline:
         *,
         dtype: str | None = None,
         place: str | None = None,
+        accelerated: bool = False,
     ) -> None:
         self.scenario, self.model, self.compiled = scenario, model, compiled
+        self.accelerated, self.report, self.png_s = accelerated, Report(), list[float]()
         if scenario.what == "whole":
             _check(scenario, model)
         self.parts = _parts(model, dtype, place or str(model.device))
@@ -92,10 +103,24 @@ class Pipeline:
             call=self.compiled.watched(self.call),
             probe=self.probe,
             proof=self.proof,
-            routes=lambda: {f"unet/diffusers {self.compiled.label}": self.calls},
+            routes=self.routes,
             intended=self.intended,
+            settle=self.settle,
+            png_s=self.png_s,
             close=self.compiled.close,
         )
+
+    def settle(self) -> None:
+        """Forgets what ran so far, and why: graphs are captured in the first calls."""
+        self.png_s.clear()
+        for ran in self.report.ran.values():
+            ran.calls.clear()
+            ran.reasons.clear()
+
+    def routes(self) -> dict[str, int]:
+        """How often what ran: of the pipeline as it is counted by the steps of its probe."""
+        ran = {key: count for one in self.report.ran.values() for key, count in one.calls.items()}
+        return ran or {f"unet/diffusers {self.compiled.label}": self.calls}
 
     def intended(self) -> dict[str, Any]:
         """What is to run, in JSON values."""
@@ -107,8 +132,18 @@ class Pipeline:
             "scheduler": f"{type(self._pipe.scheduler).__name__} with the scenario's sigmas",
             "latents": str(self.parts.unet.dtype).removeprefix("torch."),
             "precision": asdict(self.model.precision),
+            "png": "Pillow",
             **self.compiled.intended(),
+            **self._placed(),
         }
+
+    def _placed(self) -> dict[str, Any]:
+        """What `clearway.accelerate` put in place, by how many modules have it, and what it left alone."""
+        if not self.accelerated:
+            return {}
+        placed = {what: len(names) for what, names in self.report.placed.items()}
+        left = {why: len(names) for why, names in self.report.left.items()}
+        return {"layout": "channels_last", "accelerated": placed, "left": left}
 
     def call(self, round: int, side_px: int = 0, on_step: Callable[..., Any] | None = None) -> np.ndarray:
         """Draws one round's pictures and makes them PNG bytes; uint8 (B, H, W, 3)."""
@@ -134,8 +169,10 @@ class Pipeline:
                 latents=latents,
                 **more,
             ).images
+        begun = time.perf_counter()
         for picture in pictures:
             picture.save(io.BytesIO(), "PNG")
+        self.png_s.append(time.perf_counter() - begun)
         return np.stack([np.asarray(picture) for picture in pictures])
 
     def probe(self, round: int) -> Probe:
@@ -161,7 +198,24 @@ class Pipeline:
             found = str(getattr(self.parts, part).dtype).removeprefix("torch.")
             if found != wanted:
                 return f"the {part} was to run in {wanted} and is in {found}"
-        return self.compiled.proof()
+        return self.compiled.proof() or self._unaccelerated()
+
+    def _unaccelerated(self) -> str | None:
+        """Why what `clearway.accelerate` put in place did not run; None where it did or was not asked for."""
+        if not self.accelerated:
+            return None
+        if not self.report.placed:
+            return "clearway.accelerate found nothing in this pipeline to put an op in place of"
+        wanted = automatic(self.model.device.kind)
+        for part in ("unet", "vae.decoder") if wanted != "eager" else ():
+            ran = self.report.ran.get(part)
+            if ran is None:
+                return f"{part} was to run by {wanted}, and no executor is in place at it"
+            others = sum(count for key, count in ran.calls.items() if not key.endswith(f"/{wanted}"))
+            if others or not sum(ran.calls.values()):
+                why = "; ".join(ran.reasons) or "nothing says why"
+                return f"{part} was to run by {wanted} and ran {others} times by something else: {why}"
+        return None
 
     @functools.cached_property
     def _sigmas(self) -> Tensor:
@@ -194,6 +248,8 @@ class Pipeline:
             )
         self._pipe.set_progress_bar_config(disable=True)
         self.compiled.compile(self._pipe)
+        if self.accelerated:
+            self.report = accelerate(self._pipe)
         if parts.vae.dtype != parts.unet.dtype:
             inner = self._pipe.vae.decode
             # the pipeline gives the VAE latents in the UNet's dtype and would fail on a float32 VAE

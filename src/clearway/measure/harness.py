@@ -3,7 +3,8 @@
 In this order, so that nothing disturbs what is measured: the reference; then each contender by itself (ready
 time, cold call, memory, correctness); then the noise floor, one arm against itself; then the rounds, arms
 taking turns; then each arm's picture again, and a size it has not seen. What did not run as intended, or gave
-another picture, is refused with its reason; what failed says why; losses are records like wins.
+another picture, is refused with its reason; what failed says why; losses are records like wins. What is known
+so far is handed out as it comes in, for runs that are cut off.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from clearway import device as machine
@@ -26,12 +27,11 @@ from clearway.measure.clock import (
     HostTimer,
     Samples,
     Timer,
-    compare,
     interleave,
     noise_floor,
-    quantile,
 )
 from clearway.measure.contenders import Arm, Probe
+from clearway.measure.ledgers import comparisons, operations, throughput
 from clearway.measure.memory import Meter
 from clearway.measure.provenance import provenance
 from clearway.measure.random_model import SUFFIX, random_model
@@ -48,13 +48,21 @@ FLOOR_SHARE = 0.25  # of the time that is left, for the noise floor
 Tell = Callable[[str], None]
 OnPicture = Callable[[str, Any], None]
 """(whose, uint8 (B, H, W, 3)): a contender's pictures of round 0, or the reference's under its label."""
+OnRecords = Callable[[list[Record]], None]
+"""Hears all records of a scenario as they are now; those without their whole evidence are refused."""
+UNTIMED = "cut off before it was timed"
+UNCHECKED = "cut off before its result was checked again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to measure. `limit_s` bounds a scenario: what is under way is finished, nothing long is begun."""
+    """How to measure. `limit_s` bounds a scenario: what is under way is finished, nothing long is begun.
+
+    `floor_rounds` None: as many rounds for the noise floor as for the contenders.
+    """
 
     rounds: int = ROUNDS
+    floor_rounds: int | None = None
     limit_s: float | None = None
     price_per_hour: float | None = None
     check: bool = True
@@ -76,6 +84,7 @@ class Entry:
     correctness: dict[str, Any] | None = None
     samples: Samples | None = None
     new_size_s: float | None = None
+    png_s: tuple[float, ...] = ()
     refused: str | None = None
     failed: str | None = None
     timeline: list[tuple[float, int]] | None = None
@@ -90,6 +99,17 @@ def load_model(scenario: Scenario, device: Device) -> Model:
     return load(scenario.model, device=device, precision=precision)
 
 
+def kept_model(scenario: Scenario, device: Device, kept: dict[Any, Model]) -> Model:
+    """The scenario's model, that of the last scenario where it is the same; another is dropped first."""
+    key = scenario.model, str(device), scenario.precision_on(device)
+    if key not in kept:
+        kept.clear()
+        gc.collect()
+        machine.release_memory(device)
+        kept[key] = load_model(scenario, device)
+    return kept[key]
+
+
 def bench(
     scenario: Scenario,
     names: Sequence[str],
@@ -100,8 +120,13 @@ def bench(
     timer: Timer | None = None,
     tell: Tell = lambda text: None,
     on_picture: OnPicture | None = None,
+    on_records: OnRecords | None = None,
+    kept: dict[Any, Model] | None = None,
 ) -> list[Record]:
     """One record a contender, in the order of `names`; `tell` hears what is being done.
+
+    `on_records` hears them again and again before that: once an arm is ready, during long rounds, and once
+    all were timed and checked. `kept` is where the model is kept for the next scenario.
 
     The scenario of the ops has implementations for contenders, and takes all of them.
 
@@ -113,26 +138,32 @@ def bench(
 
         return bench_ops(scenario, device, plan, timer=timer or HostTimer(device), tell=tell)
     chosen = [registry.find(name) for name in dict.fromkeys(names)]
-    run = Run(scenario, device, plan, timer or HostTimer(device), tell)
-    tell(f"{scenario.name}: building {scenario.model}")
-    run.model = model or load_model(scenario, device)
+    run = Run(scenario, device, plan, timer or HostTimer(device), tell, on_records)
+    run.say(f"building {scenario.model}")
+    run.model = model or kept_model(scenario, device, {} if kept is None else kept)
     if plan.check:
-        tell(f"{scenario.name}: reference")
+        run.say("reference")
         run.reference = verify.reference(scenario, run.model)
         if on_picture and run.reference.probe.images is not None:
             on_picture(run.reference.label, run.reference.probe.images)
+    run.measure_roofs()
     run.start = run.resting()
-    entries = [run.prepared(one) for one in chosen]
-    for entry in entries:
-        if on_picture and entry.probe and entry.probe.images is not None:
-            on_picture(entry.name, entry.probe.images)
+    entries: list[Entry] = []
     try:
+        for one in chosen:
+            entries.append(run.prepared(one))
+            run.keep(entries, UNTIMED)
+        for entry in entries:
+            if on_picture and entry.probe and entry.probe.images is not None:
+                on_picture(entry.name, entry.probe.images)
         run.time(entries)
         for entry in entries:
             run.checked_again(entry)
+        run.keep(entries)
         if plan.new_size:
             for entry in entries:
                 run.resized(entry)
+        run.say("done")
         return run.records(entries)
     finally:
         for entry in entries:
@@ -143,14 +174,44 @@ def bench(
 class Run:
     """What all steps of one scenario share."""
 
-    def __init__(self, scenario: Scenario, device: Device, plan: Plan, timer: Timer, tell: Tell) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        device: Device,
+        plan: Plan,
+        timer: Timer,
+        tell: Tell,
+        on_records: OnRecords | None = None,
+    ) -> None:
         self.scenario, self.device, self.plan, self.timer, self.tell = scenario, device, plan, timer, tell
+        self.on_records = on_records
         self.begun = timer.now()
+        self.roofs: dict[str, Any] = {}
+        self._cost: dict[str, Any] | None = None
         self.model: Model
         self.reference: verify.Reference | None = None
         self.start: Meter
         self.floor = math.inf
         self.floor_of: str | None = None
+
+    def say(self, text: str) -> None:
+        """Tells what is being done, with the seconds since the scenario was begun."""
+        self.tell(f"{self.scenario.name}, {self.timer.now() - self.begun:.0f} s: {text}")
+
+    def measure_roofs(self) -> None:
+        """The machine's ceilings, for what is compared with them."""
+        if self.scenario.what != "whole":
+            self.roofs = roofs(self.device, self.scenario.precision_on(self.device).unet, self.timer)
+
+    def keep(self, entries: Sequence[Entry], why: str | None = None) -> None:
+        """Hands out the records as they are now; `why` refuses what has not failed."""
+        if self.on_records:
+            self.on_records(
+                [
+                    one if one.failed else replace(one, refused=why or one.refused)
+                    for one in self.records(entries, final=why is None)
+                ]
+            )
 
     def left(self) -> float:
         """Seconds of the limit that are left; infinite without one."""
@@ -190,7 +251,7 @@ class Run:
         if self.left() <= 0:
             entry.failed = f"not begun: the limit of {self.plan.limit_s:g} s had passed"
             return entry
-        self.tell(f"{self.scenario.name}: {contender.name}, getting ready")
+        self.say(f"{contender.name}, getting ready")
         before = self.resting()
         try:
             with Meter(self.device, self.pause_s()) as making:
@@ -216,7 +277,10 @@ class Run:
         except Exception as error:
             entry.failed, entry.arm = failure(error), None
         if entry.failed:
-            self.tell(f"{self.scenario.name}: {contender.name} failed: {entry.failed}")
+            self.say(f"{contender.name} failed: {entry.failed}")
+        elif entry.prepare_s is not None and entry.first_s is not None:
+            calls = ", ".join(f"{one:.3g}" for one in (entry.first_s, *entry.settling_s))
+            self.say(f"{contender.name}, made in {entry.prepare_s:.1f} s, first calls {calls} s")
         return entry
 
     def pause_s(self) -> float:
@@ -250,14 +314,15 @@ class Run:
         if not arms:
             return
         first = next(iter(arms))
-        if self.plan.rounds >= FEWEST:
-            self.tell(f"{self.scenario.name}: noise floor, {first} against itself")
+        floor_rounds = self.plan.floor_rounds or self.plan.rounds
+        if floor_rounds >= FEWEST:
+            self.say(f"noise floor, {first} against itself, {floor_rounds} rounds")
             share = self.limit(FLOOR_SHARE, [live[first], live[first]])
             try:
                 self.floor = noise_floor(
                     arms[first],
                     self.timer,
-                    self.plan.rounds,
+                    floor_rounds,
                     limit_s=share,
                     seed=self.plan.seed,
                     on_round=self.progress(),
@@ -266,7 +331,7 @@ class Run:
             except Exception as error:
                 live[first].failed = failure(error)
                 arms.pop(first)
-        self.tell(f"{self.scenario.name}: {self.plan.rounds} rounds of {', '.join(arms)}")
+        self.say(f"{self.plan.rounds} rounds of {', '.join(arms)}")
         limit = self.limit(1.0, list(live.values()))
         found = interleave(
             arms,
@@ -275,12 +340,36 @@ class Run:
             limit_s=limit,
             seed=self.plan.seed,
             on_round=self.progress(),
+            on_warm=self.warmed,
+            on_samples=self.sampled(live, entries) if self.on_records else None,
         )
         for name, samples in found.items():
             if isinstance(samples, Failed):
+                live[name].samples = None
                 live[name].failed = f"{samples.when}: {failure(samples.error)}"
             else:
                 live[name].samples = samples
+
+    def warmed(self, name: str, calls: Sequence[float]) -> None:
+        """Tells of an arm's warm-up."""
+        self.say(f"{name} warm after {len(calls)} calls, the last took {calls[-1]:.3g} s")
+
+    def sampled(
+        self, live: Mapping[str, Entry], entries: Sequence[Entry]
+    ) -> Callable[[Mapping[str, Samples]], None]:
+        """What keeps the rounds so far, where QUIET_S have passed since it last did."""
+        kept = self.timer.now()
+
+        def heard(found: Mapping[str, Samples]) -> None:
+            nonlocal kept
+            if self.timer.now() - kept < QUIET_S:
+                return
+            for name, samples in found.items():
+                live[name].samples = samples
+            self.keep(entries, UNCHECKED)
+            kept = self.timer.now()
+
+        return heard
 
     def progress(self) -> Callable[[int, int], None]:
         """What hears of each round and tells of it where QUIET_S have passed since the last word."""
@@ -291,7 +380,7 @@ class Run:
             now = self.timer.now()
             if done < rounds and now - told >= QUIET_S:
                 told = now
-                self.tell(f"{self.scenario.name}: {done} of {rounds} rounds done")
+                self.say(f"{done} of {rounds} rounds done")
 
         return heard
 
@@ -305,7 +394,7 @@ class Run:
             entry.failed = failure(error)
             return
         tolerance = verify.FLOOR if self.reference is None else self.reference.tolerance
-        entry.routes = dict(entry.arm.routes())
+        entry.routes, entry.png_s = dict(entry.arm.routes()), tuple(entry.arm.png_s)
         entry.refused = entry.arm.proof() or entry.refused or verify.changed(entry.probe, after, tolerance)
 
     def resized(self, entry: Entry) -> None:
@@ -316,28 +405,33 @@ class Run:
         if self.left() < 1.5 * likely:
             return
         arm = entry.arm
+        self.say(f"{entry.name} at a new size")
         try:
             entry.new_size_s, _ = self.seconds(lambda: arm.call(self.plan.rounds, NEW_SIZE_PX))
         except Exception as error:
-            self.tell(f"{self.scenario.name}: {entry.name} failed at a new size: {failure(error)}")
+            self.say(f"{entry.name} failed at a new size: {failure(error)}")
 
     def settings(self) -> dict[str, Any]:
         """What the provenance says of how it was measured."""
         precision = self.scenario.precision_on(self.device)
         return {
-            **({} if self.scenario.what == "whole" else roofs(self.device, precision.unet, self.timer)),
+            **self.roofs,
             "scenario": self.scenario.as_dict(),
             "precision": asdict(precision),
             "rounds": self.plan.rounds,
+            "floor_rounds": self.plan.floor_rounds or self.plan.rounds,
             "limit_s": self.plan.limit_s,
             "noise_floor": None if math.isinf(self.floor) else self.floor,
             "noise_floor_of": self.floor_of,
         }
 
-    def records(self, entries: list[Entry]) -> list[Record]:
-        """Everything as records; comparisons of each with every other that was timed."""
+    def records(self, entries: Sequence[Entry], final: bool = True) -> list[Record]:
+        """Everything as records; comparisons of each with every other that was timed.
+
+        Before the end (`final` False) the network is not called to count its work.
+        """
         made = provenance(self.device, **self.settings(), order=[entry.name for entry in entries])
-        cost = self.cost() if any(entry.samples for entry in entries) else {}
+        cost = self.cost() if final and any(entry.samples for entry in entries) else {}
         return [
             Record(
                 scenario=self.scenario.name,
@@ -361,82 +455,11 @@ class Run:
         """FLOPs and bytes of one network call; nothing for whole generations, whose parts `profile` tells."""
         if self.scenario.what == "whole":
             return {}
-        from clearway.measure import networks
+        if self._cost is None:
+            from clearway.measure import networks
 
-        return networks.cost(self.scenario, self.model)
-
-
-def throughput(scenario: Scenario, entry: Entry, price_per_hour: float | None) -> dict[str, Any] | None:
-    """The throughput ledger; a network's call makes no pictures, so it has none an hour."""
-    samples = entry.samples
-    if samples is None:
-        return None
-    images = scenario.count if scenario.what == "whole" else None
-    hourly = images * 3600 / samples.p50 if images else None
-    ready = None
-    if entry.prepare_s is not None and entry.first_s is not None:
-        early = (entry.first_s, *entry.settling_s)
-        ready = entry.prepare_s + sum(max(0.0, one - samples.p50) for one in early)
-    return {
-        "images": images,
-        "n": len(samples.wall_s),
-        "p20_s": samples.p20,
-        "p50_s": samples.p50,
-        "p80_s": samples.p80,
-        "samples_s": list(samples.wall_s),
-        "device_p50_s": samples.device_p50,
-        "device_samples_s": None if samples.device_s is None else list(samples.device_s),
-        "first_s": entry.first_s,
-        "ready_s": ready,
-        "new_size_s": entry.new_size_s,
-        "outliers": samples.outliers(),
-        "stable": samples.stable,
-        "warm_ups": samples.warm_ups,
-        "images_per_hour": hourly,
-        "price_per_hour": price_per_hour,
-        "cost_per_1000": price_per_hour * 1000 / hourly if price_per_hour is not None and hourly else None,
-    }
-
-
-def operations(scenario: Scenario, entry: Entry, cost: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The operations ledger of a network's call; None for whole generations."""
-    samples = entry.samples
-    if samples is None or scenario.what == "whole":
-        return None
-    from clearway.measure.networks import TITLES
-
-    return [operation(TITLES[scenario.what], samples.wall_s, **cost)]
-
-
-def operation(
-    name: str, seconds: Sequence[float], *, flops: int | None = None, bytes_moved: int | None = None
-) -> dict[str, Any]:
-    """One row of the operations ledger from its times in seconds."""
-    middle = quantile(seconds, 50)
-    return {
-        "name": name,
-        "n": len(seconds),
-        "p20_ms": quantile(seconds, 20) * 1000,
-        "p50_ms": middle * 1000,
-        "p80_ms": quantile(seconds, 80) * 1000,
-        "samples_ms": [one * 1000 for one in seconds],
-        "flops": flops,
-        "bytes_moved": bytes_moved,
-        "gb_per_s": bytes_moved / middle / 1e9 if bytes_moved is not None else None,
-        "tflop_per_s": flops / middle / 1e12 if flops is not None else None,
-    }
-
-
-def comparisons(entry: Entry, entries: Sequence[Entry], floor: float) -> list[dict[str, Any]]:
-    """This arm against every other of the same work that was timed in the same rounds."""
-    found = []
-    for other in entries:
-        if other is entry or entry.samples is None or other.samples is None:
-            continue
-        same = entry.arm is not None and other.arm is not None and entry.arm.work == other.arm.work
-        if same and len(entry.samples.wall_s) == len(other.samples.wall_s):
-            found.append({"against": other.name, **asdict(compare(other.samples, entry.samples, floor))})
-    return found
+            self._cost = networks.cost(self.scenario, self.model)
+        return self._cost
 
 
 def roofs(device: Device, named: str, timer: Timer) -> dict[str, Any]:

@@ -1,21 +1,24 @@
 """One call of one network as an arm: the UNet on a guidance pair, the VAE's decoder, the text encoders.
 
-Every contender gets the same inputs, drawn per round on the device before anything is timed.
+Every contender gets the same inputs, drawn per round on the device before anything is timed. A round is as
+many calls as the scenario says, one after the other without waiting for the device, as a sampling loop makes
+them. What each round is given is new to the contender, as a new prompt's is: what it keeps of a context holds
+for that round's calls alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from clearway import device as machine
 from clearway import execution
-from clearway.conditioning.encode import read
 from clearway.measure.contenders import Arm, Probe, isolated_model, misrouted
 from clearway.models import Model
 from clearway.types import Choices
@@ -52,7 +55,7 @@ def inputs(scenario: Scenario, model: Model, round: int, side_px: int = 0) -> Gi
     context = sum(encoder.config.hidden_size for encoder in model.text_encoders)
     given: Given = {
         "sample": drawn(rows, channels, height, width, dtype=dtype),
-        "timestep": torch.full((rows,), TIMESTEP, device=place),
+        "timestep": torch.full((), TIMESTEP, device=place),  # of no axis, as Diffusers' schedulers have them
         "encoder_hidden_states": drawn(rows, 77, context, dtype=dtype),
         "added_cond_kwargs": {},
     }
@@ -75,8 +78,7 @@ Run = Callable[[Given], "Tensor"]
 
 @dataclass(slots=True)
 class Networks:
-    """The callables of an arm's networks; which of them runs is the scenario's business. `texts` are `read`
-    of an encoder each."""
+    """The callables of an arm's networks; which of them runs is the scenario's business."""
 
     unet: Callable[..., Any]
     vae: Callable[..., Any]
@@ -96,51 +98,47 @@ class Networks:
         if what == "vae":
             picture: Tensor = self.vae(given["z"], return_dict=False)[0]
             return picture
-        second_last = {"last": 2, "normed": False}
-        hidden = [
-            encoder(ids, **second_last)[0] for encoder, ids in zip(self.texts, given["ids"], strict=True)
-        ]
-        return torch.cat(hidden, dim=-1)
-
-
-def _texts(modules: Sequence[Any]) -> tuple[Callable[..., Any], ...]:
-    """Text encoders as the pipeline calls them: ids -> hidden state."""
-    return tuple(MethodType(read, module) for module in modules)
+        states = [encoder(ids) for encoder, ids in zip(self.texts, given["ids"], strict=True)]
+        return torch.cat(states, dim=-1)
 
 
 class _Calls:
-    """An arm's call and probe over prepared inputs."""
+    """An arm's call and probe over prepared inputs, `within` the mode that its own pipeline runs in."""
 
-    def __init__(self, scenario: Scenario, model: Model, networks: Networks) -> None:
+    def __init__(
+        self, scenario: Scenario, model: Model, networks: Networks, within: Callable[[], Any]
+    ) -> None:
         self._scenario, self._model, self._networks = scenario, model, networks
+        self._within = within
         self._given = [inputs(scenario, model, round) for round in range(len(scenario.seeds))]
         self._wider: dict[int, Given] = {}
 
-    @torch.inference_mode()
-    def call(self, round: int, side_px: int = 0) -> Tensor:
+    def call(self, round: int, side_px: int = 0, calls: int | None = None) -> Tensor:
+        """The last output of one round's calls."""
         given = self._given[round % len(self._given)]
         if side_px:
             given = self._wider.setdefault(side_px, inputs(self._scenario, self._model, round, side_px))
-        with machine.tf32(self._model.device, self._model.precision.tf32):
-            return self._networks.run(self._scenario.what, given)
+        with self._within(), machine.tf32(self._model.device, self._model.precision.tf32):
+            given = pytree.tree_map_only(torch.Tensor, torch.clone, given)
+            for _ in range(calls or self._scenario.calls):
+                output = self._networks.run(self._scenario.what, given)
+            return output
 
     def probe(self, round: int) -> Probe:
         """The network's output, copied before another call can overwrite it."""
-        return Probe(None, self.call(round).detach().float().clone())
+        return Probe(None, self.call(round, calls=1).detach().float().clone())
 
 
 def clearway_network(scenario: Scenario, model: Model, intended: dict[str, Any], note: str | None) -> Arm:
     """Clearway's call of the network, by the executor that the model's choices name."""
     routes, choices = Counter[str](), model.choices
-    # as in the pipeline: compiling what runs once a prompt costs more than it gives
-    how = replace(choices, executor="eager") if choices.executor == "compiled" else choices
-    texts = tuple(executor(one, "text_encoder", how, routes) for one in _texts(model.text_encoders))
+    texts = tuple(_text(one, choices, routes) for one in model.text_encoders)
     networks = Networks(
         executor(model.unet, "unet", choices, routes),
         executor(model.vae.decode, "vae", choices, routes),
         texts,
     )
-    calls = _Calls(scenario, model, networks)
+    calls = _Calls(scenario, model, networks, torch.inference_mode)
     part = "text_encoder" if scenario.what == "text" else scenario.what
     return Arm(
         call=calls.call,
@@ -150,6 +148,23 @@ def clearway_network(scenario: Scenario, model: Model, intended: dict[str, Any],
         intended=lambda: intended,
         settle=routes.clear,
     )
+
+
+def _hidden(encoder: Any, ids: Tensor) -> Tensor:
+    """The last but one hidden state (B, 77, D) of a text encoder."""
+    found: Tensor = encoder(ids, output_hidden_states=True).hidden_states[-2]
+    return found
+
+
+def _plain(encoders: tuple[Any, ...]) -> tuple[Callable[..., Any], ...]:
+    return tuple(MethodType(_hidden, one) for one in encoders)
+
+
+def _text(encoder: Any, choices: Choices, routes: Counter[str]) -> Callable[..., Any]:
+    """The executor around a text encoder, which is never compiled, as in the pipeline."""
+    name = "eager" if choices.executor == "compiled" else choices.executor
+    read = MethodType(_hidden, encoder)
+    return execution.executor(name, read, "text_encoder", routes, fixed=choices.routes)
 
 
 def executor(
@@ -164,7 +179,9 @@ def diffusers_network(scenario: Scenario, model: Model, parts: Parts, compiled: 
     """A plain call of Diffusers' or transformers' module, compiled where that is asked for."""
     holder = _Holder(parts.unet, parts.vae)
     compiled.compile(holder)
-    calls = _Calls(scenario, model, Networks(holder.unet, holder.vae.decode, _texts(parts.texts)))
+    # Diffusers' pipelines run without gradients, not in inference mode: the compiler's cache tells them apart
+    texts = _plain(parts.texts)
+    calls = _Calls(scenario, model, Networks(holder.unet, holder.vae.decode, texts), torch.no_grad)
     count = Counter[str]()
     label = f"{scenario.what}/diffusers {compiled.label}"
 
@@ -206,7 +223,7 @@ def output(scenario: Scenario, model: Model, round: int, dtype: str, place: str)
         torch.nn.Module.to(module, device=place, dtype=target)  # Diffusers' own `to` prints advice
     given = moved(inputs(scenario, model, round))
     with torch.inference_mode():
-        return Networks(own.unet, own.vae.decode, _texts(own.text_encoders)).run(scenario.what, given).float()
+        return Networks(own.unet, own.vae.decode, _plain(own.text_encoders)).run(scenario.what, given).float()
 
 
 def cost(scenario: Scenario, model: Model) -> dict[str, Any]:
@@ -216,7 +233,7 @@ def cost(scenario: Scenario, model: Model) -> dict[str, Any]:
     given = inputs(scenario, model, 0)
     modules = {"unet": (model.unet,), "vae": (model.vae.decoder,), "text": model.text_encoders}[scenario.what]
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-        out = Networks(model.unet, model.vae.decode, _texts(model.text_encoders)).run(scenario.what, given)
+        out = Networks(model.unet, model.vae.decode, _plain(model.text_encoders)).run(scenario.what, given)
     weights = sum(one.numel() * one.element_size() for module in modules for one in module.parameters())
     tensors = [*_tensors(given), out]
     moved = weights + sum(one.numel() * one.element_size() for one in tensors)

@@ -15,7 +15,8 @@ import torch
 
 from clearway.device import Device, dtype
 from clearway.measure.clock import Failed, Timer, interleave
-from clearway.measure.harness import Plan, Tell, failure, operation, roofs
+from clearway.measure.harness import Plan, Tell, failure, roofs
+from clearway.measure.ledgers import operation
 from clearway.measure.provenance import provenance
 from clearway.measure.quality import compare_tensors
 from clearway.measure.record import Record

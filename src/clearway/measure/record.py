@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ class Record:
 
     `work` is whether it did the same arithmetic as the reference. `intended` is what was to run, `routes`
     what did; `refused` says why this must not be published, `failed` why there is nothing. Then the four
-    ledgers: `throughput` (images, n, p20_s, p50_s, p80_s, samples_s, device_p50_s, first_s, ready_s,
-    new_size_s, outliers, images_per_hour, cost_per_1000), `operations` (name, n, p20_ms, p50_ms, p80_ms,
-    bytes_moved, flops, gb_per_s, tflop_per_s), `correctness` (reference, verified, max_error, psnr_db, ssim,
-    …), `memory` (see `Meter`). `comparisons` are `Comparison`s with the contender they are against.
+    ledgers: `throughput` (images, calls, n, p20_s, p50_s, p80_s, samples_s, device_p50_s, first_s, ready_s,
+    new_size_s, png_p50_s, outliers, images_per_hour, cost_per_1000), `operations` (name, n, p20_ms, p50_ms,
+    p80_ms, bytes_moved, flops, gb_per_s, tflop_per_s), `correctness` (reference, verified, max_error,
+    psnr_db, ssim, …), `memory` (see `Meter`). `comparisons` are `Comparison`s with the contender they are
+    against.
     """
 
     schema: int = SCHEMA
@@ -66,6 +68,15 @@ def append(path: str | Path, record: Record) -> None:
             file.seek(-1, 2)
             start = b"" if file.read(1) == b"\n" else b"\n"
         file.write(start + to_line(record).encode("utf-8") + b"\n")
+
+
+def replace(path: str | Path, records: Iterable[Record]) -> None:
+    """Makes the file at `path` hold these records alone: whoever reads it finds the old or the new ones."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f"{target.name}.new")
+    draft.write_text("".join(f"{to_line(one)}\n" for one in records), encoding="utf-8")
+    draft.replace(target)
 
 
 def read(path: str | Path) -> list[Record]:

@@ -28,7 +28,8 @@ class Scenario:
     """One piece of work. `what` is a whole generation, one call of a network, or the ops on real shapes.
 
     `model` is "embedded", a random model's name ("sd15-random", "sdxl-random") or what `load` takes; sides in
-    pixels; every round takes the next of `seeds`. `count` pictures run in groups of `batch_size`. `precision`
+    pixels; every round takes the next of `seeds`. `count` pictures run in groups of `batch_size`; a network
+    is called `calls` times in a round, one call after the other without waiting for the device. `precision`
     names dtypes by part; the rest is half on a GPU and float32 on the CPU. `twin` names the scenario that
     differs in one thing. Raises RequestError for values that cannot be run.
     """
@@ -48,6 +49,7 @@ class Scenario:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     batch_size: int = 1
     count: int = 1
+    calls: int = 1
     ngms: float = 0.0
     ngms_all_steps: bool = False
     precision: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +70,10 @@ class Scenario:
             dtype(name)
         if not self.seeds:
             raise RequestError(f"scenario {self.name} has no seeds; one is enough")
+        if self.calls < 1 or (self.calls > 1 and self.what in ("whole", "ops")):
+            raise RequestError(
+                f"scenario {self.name}: {self.calls} calls a round; a network takes 1 or more, all else 1"
+            )
         self.request(0)
 
     def request(self, round: int, side_px: int = 0) -> Request:
