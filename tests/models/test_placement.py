@@ -18,8 +18,9 @@ import clearway
 from clearway import UnavailableError
 from clearway.device import CONTEXT_BYTES, Device
 from clearway.measure.random_model import _PLANS, random_model
-from clearway.models import _options, placement
+from clearway.models import _options, _streamed, placement
 from clearway.models._options import RESIDENT, STREAMED, VISITING, Blocks, Order, Way
+from clearway.models.accelerate import OPS, apply
 from clearway.models.build import classes, diffusers_module, text_module
 from clearway.models.estimate import Parts
 from clearway.models.placement import Placement, decide
@@ -191,13 +192,19 @@ WAYS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "choices", [Choices(), Choices(layout="channels_last", ops=OPS)], ids=["plain", "ops"]
+)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_pictures_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
+def test_pictures_are_the_same_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, way: Way, choices: Choices
+) -> None:
     """Two groups of pictures, twice, and then with everything resident again."""
-    model = random_model("tiny-sdxl", Device("cpu"), Precision())
+    monkeypatch.setattr(_streamed, "SMALL_BYTES", 2**10)
+    model = apply(random_model("tiny-sdxl", Device("cpu"), Precision()), choices)
     asked = Request(prompt="a", seed=1, steps=2, width=64, height=64, count=2, batch_size=1)
     if not way.joined:
-        model = replace(model, choices=Choices(rows="separate"))
+        model = replace(model, choices=replace(choices, rows="separate"))
     plain = clearway.generate(asked, model)
     monkeypatch.setattr("clearway.pipeline.place", lambda model, request: placed(model, way))
     for _ in range(2):

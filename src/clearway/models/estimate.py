@@ -45,6 +45,11 @@ def weight_bytes(modules: Iterable[nn.Module]) -> int:
     return sum(held.values())
 
 
+def element_size(module: nn.Module) -> int:
+    """Bytes of one number of a network; Diffusers' `dtype` asks them all: a millisecond."""
+    return next(module.parameters()).element_size()
+
+
 def vae_decode_bytes(
     config: Any, height: int, width: int, element_size: int, *, channels_last: bool = False
 ) -> int:
@@ -145,7 +150,7 @@ def work(model: Model, rows: int, pictures: int, width: int, height: int, tile_p
     `rows` are the UNet's, twice the pictures under guidance. The text encoders' counts for SDXL's two.
     """
     last = model.choices.layout == "channels_last"
-    unet_size, vae_size = model.unet.dtype.itemsize, model.vae.dtype.itemsize
+    unet_size, vae_size = element_size(model.unet), element_size(model.vae)
     factor = model.latent_factor
     unet = unet_bytes(
         model.unet.config, rows, height // factor, width // factor, unet_size, channels_last=last

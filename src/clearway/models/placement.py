@@ -229,7 +229,7 @@ def _told(
         fit=fit,
         room_bytes=room_bytes,
         parts=parts,
-        vae_element=model.vae.dtype.itemsize,
+        vae_element=estimate.element_size(model.vae),
         moves=moves,
         notes=notes,
     )

@@ -58,7 +58,7 @@ def decode(
             f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "
             f"{model.precision.sampling}); dtype float32 (or bfloat16) may work"
         )
-    before = model.vae.dtype
+    before = _dtype(model)
     dtypes, notes = [_name(before)] * len(made), list[str]()
     broken = [index for index, whole in enumerate(good) if not whole]
     if broken and before == torch.float32:
@@ -94,7 +94,7 @@ def _decode(
     model: Model, row: Tensor, call: Callable[..., Any], tiled: Callable[[int], bool]
 ) -> tuple[Tensor, str | None]:
     """One picture, and its tiles."""
-    dtype = model.vae.dtype
+    dtype = _dtype(model)
 
     def whole(part: Tensor) -> Tensor:
         pixels: Tensor = call(part.to(dtype), return_dict=False)[0]
@@ -108,6 +108,12 @@ def _decode(
 def _finite(tensors: list[Tensor]) -> list[bool]:
     """Whether each holds finite numbers alone; one wait for the device."""
     found: list[bool] = torch.stack([torch.isfinite(one).all() for one in tensors]).tolist()
+    return found
+
+
+def _dtype(model: Model) -> torch.dtype:
+    """Of the VAE's first parameter; Diffusers' own `dtype` asks all of them."""
+    found: torch.dtype = next(model.vae.parameters()).dtype
     return found
 
 
