@@ -106,7 +106,7 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
                 x = noise.initial() * sampling.initial_scale(sampler, sigmas)
                 step_noise = sampling.noise_for(sampler, noise, x, sigmas)
             # 5. the network as a function of (x, sigma), guidance bound to it
-            network = UNetDenoiser(unet, model.sigmas, model.prediction, model.unet.dtype)
+            network = UNetDenoiser(unet, model.sigmas, model.prediction, model.dtype)
             skip = below(request.ngms, request.ngms_all_steps)
             rows = placed.rows(model.choices.rows)
             denoise = Guided(network, positive, negative, cfg_scale, skip, rows)

@@ -61,7 +61,7 @@ def encode(
         )
 
     def embed(pieces: tuple[Piece, ...], negative: bool) -> Embedding:
-        dtype = model.unet.dtype
+        dtype = model.dtype
         contexts = []
         pooled = None
         for encoder in encoders:

@@ -12,7 +12,7 @@ import copy
 import enum
 import hashlib
 from itertools import chain
-from operator import is_, itemgetter
+from operator import call, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,10 +44,15 @@ class Fingerprint:
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._addresses = list(map(_address, self._tensors))
+        self._read = _address if any(map(_without_memory, self._tensors)) else Tensor.data_ptr
         self._hooks = [held[name] for held in self._vars for name in _HOOKS]
-        self._code = [(held, name, held[name]) for held in self._vars for name in _CODE if name in held]
+        code = [(held, name) for held in self._vars for name in _CODE if name in held]
+        self._code_of, self._code_names = [held for held, _ in code], [name for _, name in code]
+        self._code = [held[name] for held, name in code]
         self._adapters = [held for held in self._vars if "scaling" in held or "merged_adapters" in held]
-        self._settings = [found for one in modules for found in _settings(one)]
+        settings = [found for one in modules for found in _settings(one)]
+        self._set_of, self._set_by = [held for held, _, _ in settings], [read for _, read, _ in settings]
+        self._set = [value for _, _, value in settings]
         self._facts: list[Any] | None = None
         self._hash = ""
         self.moved = any(map(moves, self._vars))
@@ -61,15 +66,22 @@ class Fingerprint:
             and all(map(is_, values, self._values))
             and list(map(len, self._grown)) == self._sizes
             and all(map(is_, map(type, self._modules), self._types))
-            and list(map(_address, self._tensors)) == self._addresses
-            and all(held.get(name) is value for held, name, value in self._code)
+            and self._lie_alike()
+            and all(map(is_, map(dict.get, self._code_of, self._code_names), self._code))
             and self._set_alike()
         )
+
+    def _lie_alike(self) -> bool:
+        """Whether every tensor lies where it lay."""
+        try:
+            return list(map(self._read, self._tensors)) == self._addresses
+        except RuntimeError:  # one has no memory of its own any more
+            return False
 
     def _set_alike(self) -> bool:
         """Whether all settings are what they were."""
         try:
-            return all(read(held) == value for held, read, value in self._settings)
+            return list(map(call, self._set_by, self._set_of)) == self._set
         except (KeyError, RuntimeError):  # gone, or a tensor now
             return False
 
@@ -135,6 +147,14 @@ def _records(hook: Any) -> bool:
     """Whether a hook is one with which Transformers collects hidden states: it changes nothing, and what it
     collects is among the outputs of the call that asked for it."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _without_memory(tensor: Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _address(tensor: Tensor) -> int:

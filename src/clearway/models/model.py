@@ -14,7 +14,7 @@ from clearway.models.tokenizer import Tokenizer
 from clearway.types import Choices, Defaults, Precision
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +52,13 @@ class Model:
     def hash(self) -> str:
         """The WebUI's "Model hash": of the file, for a folder of its UNet's; computed when asked for."""
         return short_hash(self.weights_files)
+
+    @property
+    def dtype(self) -> dtype:
+        """What the UNet computes in, by its first parameter: Diffusers' own property walks all its modules,
+        which takes milliseconds."""
+        found: dtype = next(self.unet.parameters()).dtype
+        return found
 
     @property
     def latent_channels(self) -> int:
