@@ -31,10 +31,10 @@ class Precision:
 class Choices:
     """How a model's networks are run on this machine: the same arithmetic in another order or by other code.
 
-    `executor` is "eager", "compiled" or "cuda_graph"; `layout` "contiguous" or "channels_last"; `rows` says
-    whether guidance runs its halves "joined" as one batch or "separate". `ops` names the ops put in place of
-    the networks' own layers; `routes` are (op, implementation) pairs fixed for every call; `packed_qkv` makes
-    one projection of three.
+    `executor` is "eager", "compiled", "cuda_graph" or, on the CPU, "flat" (recorded calls with packed
+    weights); `layout` "contiguous" or "channels_last"; `rows` says whether guidance runs its halves "joined"
+    as one batch or "separate". `ops` names the ops put in place of the networks' own layers; `routes` are
+    (op, implementation) pairs fixed for every call; `packed_qkv` makes one projection of three.
     """
 
     executor: str = "eager"

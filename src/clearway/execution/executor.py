@@ -18,10 +18,11 @@ from clearway.execution.capture import TorchCapture
 from clearway.execution.compiled import Compiled, Settings
 from clearway.execution.cuda_graph import CudaGraph
 from clearway.execution.eager import Eager
+from clearway.execution.flat import Flat, Functions
 from clearway.execution.pool import Pool
 from clearway.ops import contract
 
-EXECUTORS = ("eager", "compiled", "cuda_graph")
+EXECUTORS = ("eager", "compiled", "cuda_graph", "flat")
 _BUILT = "_clearway_built"
 
 
@@ -68,6 +69,9 @@ def executor(
     elif name == "cuda_graph":
         pool = _built(owner, (name, _method(module)), lambda: Pool(TorchCapture()))
         run = CudaGraph(module, part, counted, pool, key=key, promised=tuple(promised))
+    elif name == "flat":
+        functions = _built(owner, (name, _method(module)), Functions)
+        run = Flat(module, part, counted, functions, key=key, promised=tuple(promised))
     else:
         raise RequestError(f"executor {name!r} is not known; nearest: {nearest(name, EXECUTORS)}")
     pairs = dict(fixed)
@@ -100,6 +104,8 @@ def absent(name: str, kind: str) -> str | None:
     """Why an executor can never run on a device of `kind`; None where it can."""
     if name == "cuda_graph" and kind != "cuda":
         return f"CUDA graphs are for CUDA devices, this is {kind}"
+    if name == "flat" and kind != "cpu":
+        return f"recorded calls are for the CPU, this is {kind}"
     if name == "compiled":
         from torch._dynamo.eval_frame import is_dynamo_supported
 
