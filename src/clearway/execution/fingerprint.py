@@ -41,7 +41,9 @@ class Fingerprint:
         self._grown = [*self._vars, *(held for held in processors if held is not None)]
         self._sizes = list(map(len, self._grown))
         self._held = [held[name] for held in self._vars for name in _HELD]
-        self._values = list(chain.from_iterable(map(dict.values, self._held)))
+        self._lengths = list(map(len, self._held))
+        self._filled = [held for held in self._held if held]  # most modules lack two of the three
+        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._addresses = list(map(_address, self._tensors))
         self._read = _address if any(map(_without_memory, self._tensors)) else Tensor.data_ptr
@@ -60,9 +62,9 @@ class Fingerprint:
 
     def holds(self) -> bool:
         """Whether every module, forward, processor and weight is the same and lies where it lay."""
-        values = list(chain.from_iterable(map(dict.values, self._held)))
+        values = list(chain.from_iterable(map(dict.values, self._filled)))
         return (
-            len(values) == len(self._values)
+            list(map(len, self._held)) == self._lengths
             and all(map(is_, values, self._values))
             and list(map(len, self._grown)) == self._sizes
             and all(map(is_, map(type, self._modules), self._types))
