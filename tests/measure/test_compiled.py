@@ -20,7 +20,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def parts(place: str) -> Any:
-    return SimpleNamespace(unet=torch.nn.Conv2d(4, 4, 3), vae=torch.nn.Conv2d(4, 4, 3), place=place)
+    convs = [torch.nn.Conv2d(4, 4, 3) for _ in range(2)]
+    return SimpleNamespace(unet=convs[0], vae=convs[1], place=place, compiled=None)
 
 
 def test_eager_needs_no_proof() -> None:
@@ -44,15 +45,34 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = object()
     unet = SimpleNamespace(compile_repeated_blocks=lambda **how: asked.append(("blocks", how)))
     pipe = SimpleNamespace(unet=unet, vae=SimpleNamespace(decode=decode))
-    Compiled(scope="full", dynamic=True).compile(pipe)
+    Compiled(scope="full", dynamic=True).compile(pipe, parts("cpu"))
     assert [module for module, _ in asked] == [unet, decode]
     assert all(how == {"fullgraph": True, "mode": None, "dynamic": True} for _, how in asked)
     asked.clear()
-    Compiled(scope="regional").compile(pipe)
+    Compiled(scope="regional").compile(pipe, parts("cpu"))
     assert [module for module, _ in asked] == ["blocks"]
     asked.clear()
-    Compiled().compile(pipe)
+    Compiled().compile(pipe, parts("cpu"))
     assert asked == []
+
+
+def test_what_an_earlier_scenario_compiled_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[int] = []
+    monkeypatch.setattr(torch, "compile", lambda module, **how: "compiled")
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
+    own, first, later = parts("cpu"), Compiled(scope="full"), Compiled(scope="full")
+    pipes = [SimpleNamespace(unet=object(), vae=SimpleNamespace(decode=object())) for _ in range(2)]
+    with compiled.keeping():
+        assert compiled.once("key", lambda: own) is compiled.once("key", lambda: parts("cpu")) is own
+        first.compile(pipes[0], own)
+        first.close()
+        later.compile(pipes[1], own)
+        assert pipes[1].unet == "compiled" and later.reused and not first.reused and not resets
+        assert later.proof() is None and later.intended()["compiled_by_an_earlier_scenario"] is True
+        assert first.proof() == "nothing was compiled"
+    assert resets == [1] and compiled.once("key", lambda: None) is None
+    first.close()
+    assert resets == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from clearway.device import Device
 from clearway.errors import UnavailableError
 from clearway.measure import diffusers_arms
-from clearway.measure.compiled import Compiled
+from clearway.measure.compiled import Compiled, keeping
 from clearway.measure.contenders import find
 from clearway.measure.diffusers_arms import Pipeline, reference
 from clearway.measure.quality import compare_tensors
@@ -90,6 +90,23 @@ def test_graphs_that_did_not_run_in_the_users_pipeline_are_said(
     assert arm.proof() is None and arm.routes() == {"unet/cuda_graph": 3, "vae.decoder/cuda_graph": 1}
     setup.report.placed.clear()
     assert "found nothing" in (arm.proof() or "")
+
+
+def test_compiled_networks_serve_the_next_scenario_of_their_size(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda run, **how: lambda *given, **more: run(*given, **more))
+
+    def made(one: Scenario) -> Any:
+        return Pipeline(one, model, Compiled(scope="full", layout="channels_last")).parts
+
+    assert made(TINY) is not made(TINY)
+    with keeping():
+        first = made(TINY)
+        assert made(replace(TINY, what="unet", steps=9)) is first
+        assert made(replace(TINY, width=128)) is not first and made(replace(TINY, cfg_scale=1.0)) is not first
+        eager = Pipeline(TINY, model, Compiled()).parts
+        assert eager is not first and eager is not Pipeline(TINY, model, Compiled()).parts
 
 
 def test_channels_last_leaves_the_models_own_weights_alone(model: Any) -> None:

@@ -198,6 +198,14 @@ def test_the_limit_begins_nothing_long(add: Add, timer: FakeTimer, model: Any) -
     assert long.throughput["new_size_s"] is None and quick.throughput["new_size_s"] is None  # type: ignore[index]
 
 
+def test_what_was_long_in_the_making_gets_no_new_size(add: Add, timer: FakeTimer, model: Any) -> None:
+    add("quick", cold_s=50)
+    add("long", cold_s=300)
+    quick, long = run(timer, model, ["quick", "long"], new_size_s=60.0)
+    assert quick.throughput["new_size_s"] == pytest.approx(51, rel=0.01)  # type: ignore[index]
+    assert long.throughput["new_size_s"] is None  # type: ignore[index]
+
+
 def test_long_rounds_are_told_of(add: Add, timer: FakeTimer, model: Any) -> None:
     add("slow", 6.0)
     add("quick", 0.01)
@@ -259,15 +267,6 @@ def test_a_round_of_several_calls_is_told_by_the_call(add: Add, timer: FakeTimer
     assert record.operations is not None
     (row,) = record.operations
     assert row["name"] == "VAE decode, of 10 in a row" and row["p50_ms"] == pytest.approx(1000, rel=0.05)
-
-
-def test_a_model_is_kept_for_the_next_scenario() -> None:
-    kept: dict[Any, Any] = {}
-    tiny = replace(TINY, model="tiny-sd15-random")
-    first = harness.kept_model(tiny, CPU, kept)
-    assert harness.kept_model(replace(tiny, steps=9), CPU, kept) is first
-    other = harness.kept_model(replace(tiny, precision={"vae": "bfloat16"}), CPU, kept)
-    assert other is not first and list(kept.values()) == [other]
 
 
 def test_less_work_is_not_compared_with_the_same(add: Add, timer: FakeTimer, model: Any) -> None:
@@ -352,10 +351,3 @@ def test_timelines_are_thinned_to_their_peaks() -> None:
     found = harness._thinned(points)
     assert len(found) <= 200 and {value for _, value in found} <= set(range(7))
     assert max(value for _, value in found) == 6 and harness._thinned([]) == []
-
-
-def test_models_come_by_name(tmp_path: Any) -> None:
-    made = harness.load_model(replace(TINY, model="tiny-sdxl-random"), CPU)
-    assert made.family.name == "sdxl" and made.precision == Precision()
-    with pytest.raises(RequestError):
-        harness.load_model(replace(TINY, model="huge-random"), CPU)

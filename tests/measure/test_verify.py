@@ -53,6 +53,19 @@ def test_what_diffusers_cannot_do_is_checked_against_our_own_eager_path() -> Non
     )
 
 
+def test_of_a_large_batch_the_first_pictures_are_checked() -> None:
+    model = random_model("tiny-sd15", CPU, Precision())
+    batch = replace(TINY, count=3, batch_size=3)
+    found = reference(batch, model, 1)
+    assert found.label.endswith("on the CPU, the first 1 of 3 pictures") and len(found.probe.images) == 1
+    ours = find("clearway-eager").prepare(batch, model).probe(0)
+    assert ours.images is not None and len(ours.images) == 3
+    ledger = found.judge(ours)
+    assert ledger["verified"] is True and found.doubt(ours, ledger) is None
+    second = replace(ours, images=ours.images[1:], latents=ours.latents[1:])  # type: ignore[index]
+    assert found.judge(second)["verified"] is False
+
+
 @pytest.mark.parametrize("what", ["unet", "vae", "text"])
 def test_networks_have_references_too(what: str) -> None:
     model = random_model("tiny-sd15", CPU, Precision(vae="bfloat16"))

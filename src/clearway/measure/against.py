@@ -227,14 +227,14 @@ class _Side:
 
     def begin(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Gets the contender ready."""
-        from clearway.measure import contenders, harness, verify
+        from clearway.measure import contenders, harness, loading, verify
 
         device = pick(str(question["device"]))
         plan = harness.Plan(**question["plan"])
         scenario = from_dict(question["scenario"], "the question")
         self._timer: Timer = HostTimer(device)
         self._run = run = harness.Run(scenario, device, plan, self._timer, lambda text: None)
-        run.model = harness.load_model(scenario, device)
+        run.model = loading.load_model(scenario, device)
         if plan.check:
             run.reference = verify.reference(scenario, run.model)
         run.measure_roofs()

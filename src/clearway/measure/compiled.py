@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 GRAPHED = ("reduce-overhead", "max-autotune")  # the modes that capture CUDA graphs
+_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("clearway_compiled_kept", default=None)
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Within it, what one scenario compiled serves later ones of the same model object and sizes.
+
+    Compiling SDXL takes minutes. Compiled code and its graphs hold their memory until it ends.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        torch._dynamo.reset()
+
+
+def once(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What was made for `key` within `keeping`; outside of it a new one."""
+    held = _kept.get()
+    if held is None:
+        return make()
+    if key not in held:
+        held[key] = make()
+    return held[key]
 
 
 @dataclass(slots=True)
@@ -25,6 +52,7 @@ class Compiled:
     mode: str | None = None
     dynamic: bool | None = None
     recompiled: int = 0
+    reused: bool = False
     made: Counter[str] = field(default_factory=Counter)
     _ready: bool = False
 
@@ -38,13 +66,27 @@ class Compiled:
         if self.layout == "channels_last":
             for module in (parts.unet, parts.vae):
                 module.to(memory_format=torch.channels_last)
-        if self.mode in GRAPHED and not parts.place.startswith("cuda"):
+        self.placed(parts.place)
+
+    def placed(self, place: str) -> None:
+        """Gives up a mode that captures CUDA graphs where there are none."""
+        if self.mode in GRAPHED and not place.startswith("cuda"):
             self.mode = None
 
-    def compile(self, pipe: Any) -> None:
-        """Puts compiled code into the pipeline; the compiler itself works at the first call."""
+    def compile(self, pipe: Any, parts: Any) -> None:
+        """Puts compiled code into the pipeline; the compiler itself works at the first call.
+
+        What an earlier scenario compiled of these parts is taken as it is.
+        """
         if self.scope is None:
             return
+        if parts.compiled is not None:
+            pipe.unet, self.reused = parts.compiled, True
+            return
+        self._compile(pipe)
+        parts.compiled = pipe.unet
+
+    def _compile(self, pipe: Any) -> None:
         how: dict[str, Any] = {"mode": self.mode, "dynamic": self.dynamic}
         if self.scope == "regional":
             pipe.unet.compile_repeated_blocks(fullgraph=True, **how)
@@ -75,13 +117,14 @@ class Compiled:
         if self.scope:
             said |= {"mode": self.mode or "default", "dynamic": self.dynamic, "fullgraph": True}
             said |= {"graphs": self.made["graphs"], "compile_cache_hits": self.made["cached"]}
+            said |= {"compiled_by_an_earlier_scenario": True} if self.reused else {}
         return said
 
     def proof(self) -> str | None:
         """Why the compiled path did not run as intended; None where it did."""
         if self.scope is None:
             return None
-        if not self.made["graphs"]:
+        if not self.made["graphs"] and not self.reused:
             return "nothing was compiled"
         if self.made["breaks"]:
             return f"{self.made['breaks']} graph breaks, where a network was to be one graph"
@@ -92,8 +135,8 @@ class Compiled:
         return None
 
     def close(self) -> None:
-        """Drops compiled code and captured graphs of all arms."""
-        if self.scope is not None:
+        """Drops compiled code and captured graphs of all arms; nothing within `keeping`."""
+        if self.scope is not None and _kept.get() is None:
             torch._dynamo.reset()
 
 

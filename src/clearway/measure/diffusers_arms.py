@@ -26,7 +26,7 @@ from clearway import device as machine
 from clearway import sampling
 from clearway.errors import UnavailableError
 from clearway.execution import automatic
-from clearway.measure.compiled import Compiled
+from clearway.measure.compiled import Compiled, once
 from clearway.measure.contenders import Arm, Probe, isolated
 from clearway.models import Model, UNetDenoiser, library
 from clearway.models._report import Report
@@ -72,6 +72,8 @@ class Parts:
     vae: Any
     texts: tuple[Any, ...]
     place: str
+    compiled: Any = None
+    """The UNet as it was compiled, where it was; the VAE's decoder is in its place in `vae`."""
 
 
 class Pipeline:
@@ -91,10 +93,26 @@ class Pipeline:
         self.accelerated, self.report, self.png_s = accelerated, Report(), list[float]()
         if scenario.what == "whole":
             _check(scenario, model)
-        self.parts = _parts(model, dtype, place or str(model.device))
-        compiled.laid_out(self.parts)
+        self.parts = self._parts(dtype, place or str(model.device))
         self.calls = 0
         self._brownian: Callable[[Any, Any], Tensor] | None = None
+
+    def _parts(self, dtype: str | None, place: str) -> Parts:
+        """This arm's networks as they are to lie in memory; a compiled arm's can be an earlier scenario's."""
+
+        def make() -> tuple[Parts, Model]:  # with the model, whose id stands in the key
+            made = _parts(self.model, dtype, place)
+            self.compiled.laid_out(made)
+            return made, self.model
+
+        one, how = self.scenario, self.compiled
+        if how.scope is None:
+            return make()[0]
+        size = one.width, one.height, one.batch_size, one.cfg_scale == 1
+        key = id(self.model), dtype, place, size, how.layout, how.scope, how.mode, how.dynamic
+        parts: Parts = once(key, make)[0]
+        how.placed(place)  # and not laid out again: a graph reads its weights where they lie
+        return parts
 
     def arm(self) -> Arm:
         """The whole generation as an arm."""
@@ -247,7 +265,7 @@ class Pipeline:
                 **shared, safety_checker=None, feature_extractor=None, requires_safety_checker=False
             )
         self._pipe.set_progress_bar_config(disable=True)
-        self.compiled.compile(self._pipe)
+        self.compiled.compile(self._pipe, parts)
         if self.accelerated:
             self.report = accelerate(self._pipe)
         if parts.vae.dtype != parts.unet.dtype:

@@ -32,12 +32,12 @@ from clearway.measure.clock import (
 )
 from clearway.measure.contenders import Arm, Probe
 from clearway.measure.ledgers import comparisons, operations, throughput
+from clearway.measure.loading import kept_model
 from clearway.measure.memory import Meter
 from clearway.measure.provenance import provenance
-from clearway.measure.random_model import SUFFIX, random_model
 from clearway.measure.record import Record
 from clearway.measure.scenario import Scenario
-from clearway.models import Model, load
+from clearway.models import Model
 
 LEAST_S = 60.0  # that rounds may take beyond the limit: minutes of compiling are wasted on too few rounds
 ROUNDS = 10
@@ -58,7 +58,8 @@ UNCHECKED = "cut off before its result was checked again"
 class Plan:
     """How to measure. `limit_s` bounds a scenario: what is under way is finished, nothing long is begun.
 
-    `floor_rounds` None: as many rounds for the noise floor as for the contenders.
+    `floor_rounds` None: as many rounds for the noise floor as for the contenders. `pictures` is how many of a
+    round's are checked, None all. No arm that was made ready in more than `new_size_s` gets a new size.
     """
 
     rounds: int = ROUNDS
@@ -66,7 +67,9 @@ class Plan:
     limit_s: float | None = None
     price_per_hour: float | None = None
     check: bool = True
+    pictures: int | None = None
     new_size: bool = True
+    new_size_s: float = math.inf
     seed: int = 0
 
 
@@ -89,25 +92,6 @@ class Entry:
     failed: str | None = None
     timeline: list[tuple[float, int]] | None = None
     routes: dict[str, int] = field(default_factory=dict)
-
-
-def load_model(scenario: Scenario, device: Device) -> Model:
-    """The scenario's model on `device`, in the scenario's dtypes."""
-    precision = scenario.precision_on(device)
-    if scenario.model.endswith(SUFFIX):
-        return random_model(scenario.model.removesuffix(SUFFIX), device, precision)
-    return load(scenario.model, device=device, precision=precision)
-
-
-def kept_model(scenario: Scenario, device: Device, kept: dict[Any, Model]) -> Model:
-    """The scenario's model, that of the last scenario where it is the same; another is dropped first."""
-    key = scenario.model, str(device), scenario.precision_on(device)
-    if key not in kept:
-        kept.clear()
-        gc.collect()
-        machine.release_memory(device)
-        kept[key] = load_model(scenario, device)
-    return kept[key]
 
 
 def bench(
@@ -143,7 +127,7 @@ def bench(
     run.model = model or kept_model(scenario, device, {} if kept is None else kept)
     if plan.check:
         run.say("reference")
-        run.reference = verify.reference(scenario, run.model)
+        run.reference = verify.reference(scenario, run.model, plan.pictures)
         if on_picture and run.reference.probe.images is not None:
             on_picture(run.reference.label, run.reference.probe.images)
     run.measure_roofs()
@@ -402,7 +386,7 @@ class Run:
         if entry.arm is None or entry.samples is None or self.scenario.what == "text":
             return
         likely = (entry.prepare_s or 0.0) + (entry.first_s or 0.0)
-        if self.left() < 1.5 * likely:
+        if self.left() < 1.5 * likely or likely > self.plan.new_size_s:
             return
         arm = entry.arm
         self.say(f"{entry.name} at a new size")

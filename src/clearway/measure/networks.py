@@ -178,7 +178,7 @@ def executor(
 def diffusers_network(scenario: Scenario, model: Model, parts: Parts, compiled: Compiled) -> Arm:
     """A plain call of Diffusers' or transformers' module, compiled where that is asked for."""
     holder = _Holder(parts.unet, parts.vae)
-    compiled.compile(holder)
+    compiled.compile(holder, parts)
     # Diffusers' pipelines run without gradients, not in inference mode: the compiler's cache tells them apart
     texts = _plain(parts.texts)
     calls = _Calls(scenario, model, Networks(holder.unet, holder.vae.decode, texts), torch.no_grad)

@@ -32,7 +32,10 @@ SAME_PICTURE_DB = 40.0  # an arm's own picture again, after the timed rounds
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What arms are checked against; `stock` is the eager path in the scenario's own dtypes."""
+    """What arms are checked against; `stock` is the eager path in the scenario's own dtypes.
+
+    Of an arm's pictures the first ones are compared, as many as the reference has.
+    """
 
     label: str
     probe: Probe
@@ -48,6 +51,7 @@ class Reference:
     def judge(self, found: Probe) -> dict[str, Any]:
         """The correctness ledger of one arm's probe."""
         ledger: dict[str, Any] = {"reference": self.label}
+        found = _first(found, self.probe)
         if self.probe.images is not None and found.images is not None:
             ledger |= compare_pictures(found.images, self.probe.images)
             if self.stock.images is not None:
@@ -72,8 +76,15 @@ class Reference:
         return None
 
 
-def reference(scenario: Scenario, model: Model) -> Reference:
-    """The reference of `scenario`: one eager generation or call in float32, and one in its own dtypes."""
+def reference(scenario: Scenario, model: Model, pictures: int | None = None) -> Reference:
+    """The reference of `scenario`: one eager generation or call in float32, and one in its own dtypes.
+
+    `pictures` of a whole generation are enough: the first ones, drawn as a group of their own.
+    """
+    of = ""
+    if pictures and scenario.what == "whole" and pictures < scenario.batch_size:
+        of = f", the first {pictures} of {scenario.count} pictures"
+        scenario = replace(scenario, count=pictures, batch_size=pictures)
     small = sum(one.numel() for one in model.unet.parameters()) <= SMALL_PARAMETERS
     place = "cpu" if small else str(model.device)
     exact = {model.precision.unet, model.precision.vae, model.precision.text_encoder} == {"float32"}
@@ -86,7 +97,17 @@ def reference(scenario: Scenario, model: Model) -> Reference:
     budget = None
     if probe.latents is not None and stock.latents is not None:
         budget = compare_tensors(stock.latents, probe.latents)["rel_l2"]
-    return Reference(label, probe, stock, stock_label, budget)
+    return Reference(label + of, probe, stock, stock_label + of, budget)
+
+
+def _first(found: Probe, reference: Probe) -> Probe:
+    """As many rows of a probe as the reference has."""
+    rows = reference.latents if reference.latents is not None else reference.images
+    if rows is None:
+        return found
+    count = len(rows)
+    images = None if found.images is None else found.images[:count]
+    return replace(found, images=images, latents=None if found.latents is None else found.latents[:count])
 
 
 def changed(before: Probe, after: Any, tolerance: float) -> str | None:
