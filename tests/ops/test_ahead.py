@@ -162,7 +162,9 @@ def test_a_stand_in_is_told_apart_as_its_tensor_is() -> None:
             assert bind(*args, **options)[1:] == bind(*stand_ins, **options)[1:]
 
 
-def test_arguments_are_one_variant_exactly_where_triton_says_so() -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_arguments_are_one_variant_exactly_where_triton_says_so(counted: bool) -> None:
+    """Also of an argument that only counts, and is not told apart by multiples of 16."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -170,7 +172,7 @@ def test_arguments_are_one_variant_exactly_where_triton_says_so() -> None:
 
     from clearway.ops import geglu
 
-    jit = geglu._forward.built()
+    jit = Kernel(geglu._forward.function, ("width",) if counted else ()).built()
     bind = create_function_from_signature(jit.signature, jit.params, make_backend(GPUTarget("cuda", 90, 32)))
     x = torch.zeros(64)
     given = [x, x[1:], x[4:], x.half(), x.half()[8:]]
@@ -179,9 +181,25 @@ def test_arguments_are_one_variant_exactly_where_triton_says_so() -> None:
     for tensor in given:
         for number in numbers:
             theirs = str(bind(tensor, x, number, 1280, 3, EXACT=False, BLOCK=256)[1])
-            ours = ahead._sign(tensor), ahead._sign(number)
+            ours = ahead._sign(tensor), ahead._sign(number, not counted)
             assert signs.setdefault(theirs, ours) == ours
     assert len(set(signs.values())) == len(signs)
+
+
+def test_counts_share_a_variant() -> None:
+    made = Kernel(_rows, ("rows",))
+    made._built = Jit()
+    x = torch.zeros(64)
+
+    def run() -> None:
+        for rows, width in ((1024, 640), (988, 640), (988, 641)):
+            made.launch((1,), x, rows, width)
+
+    assert ahead.build(run) == 2
+
+
+def _rows(x: Any, rows: int, width: int) -> None:
+    """Only its arguments' names matter."""
 
 
 @pytest.mark.cuda

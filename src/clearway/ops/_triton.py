@@ -26,11 +26,12 @@ WIDEST = 16384  # elements of a row that one program keeps in registers
 
 
 class Kernel:
-    """A function in Triton's language; `launch` builds and runs it."""
+    """A function in Triton's language; `launch` builds and runs it. `counts`: see `counting`."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], counts: tuple[str, ...] = ()) -> None:
         self.function = function
         self.name = function.__name__
+        self.counts = counts
         self._built: Any = None
 
     def built(self) -> Any:
@@ -47,7 +48,7 @@ class Kernel:
             copy = types.FunctionType(self.function.__code__, scope, self.name)
             copy.__annotations__ = inspect.get_annotations(self.function)
             copy.__module__, copy.__qualname__ = self.function.__module__, self.name
-            self._built = triton.jit(copy)
+            self._built = triton.jit(copy, do_not_specialize_on_alignment=list(self.counts))
         return self._built
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -73,6 +74,15 @@ class Kernel:
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Makes a function in Triton's language a Kernel; imports nothing."""
     return Kernel(function)
+
+
+def counting(*counts: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """As `kernel`, where the arguments called `counts` say how many there are and not where they lie.
+
+    Whether such a number is a multiple of 16 tells Triton nothing that it could load wider by, so one variant
+    serves all, and another size of a picture needs none built. Not for the axis along which memory is read.
+    """
+    return lambda function: Kernel(function, counts)
 
 
 def _is_build_failure(error: Exception) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ class Gathering:
 
     def add(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Builds what `kernel.launch(grid, *args, **constants)` would run, unless it is under way."""
-        key = (kernel, tuple(map(_sign, args)), tuple(constants.items()))
+        names = kernel.function.__code__.co_varnames
+        signs = [_sign(arg, name not in kernel.counts) for arg, name in zip_longest(args, names[: len(args)])]
+        key = (kernel, tuple(signs), tuple(constants.items()))
         if key in self._seen:
             return
         self._seen.add(key)
@@ -101,12 +104,12 @@ def times() -> dict[str, float]:
     return {"variants": _built, "seconds": round(_seconds, 3)}
 
 
-def _sign(arg: Any) -> Any:
-    """What Triton tells arguments apart by: dtype and alignment; whole numbers by 1, 16 and width."""
+def _sign(arg: Any, aligned: bool = True) -> Any:
+    """What Triton tells arguments apart by: dtype and alignment; whole numbers by 1, by 16 and by width."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, int) and not isinstance(arg, bool):
-        return int, arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
+        return int, arg == 1, aligned and arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
     return type(arg) if isinstance(arg, float) else arg
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clearway.ops import _triton, attention_torch
 from clearway.ops._layout import refuse_dtype
-from clearway.ops._triton import kernel, tl
+from clearway.ops._triton import counting, tl
 
 WIDEST = 160
 """Elements of a head: its tile of queries and its sums are held in registers."""
@@ -45,7 +45,7 @@ def refuse(
     return None
 
 
-@kernel
+@counting("queries", "keys")
 def _forward(
     q, k, v, out, queries, keys, heads, scale,
     q_b, q_n, q_l, k_b, k_n, k_l, v_b, v_n, v_l, out_b, out_n, out_l,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clearway.ops._layout import plane_strides
-from clearway.ops._triton import kernel, power_of_two, tl
+from clearway.ops._triton import counting, power_of_two, tl
 
 TILE = 8192  # elements a program has in registers: whole rows
 WARPS = 8
@@ -31,7 +31,7 @@ def _lanes(channels: int, groups: int) -> int:
     return power_of_two(groups) * power_of_two(channels // groups)
 
 
-@kernel
+@counting("size", "chunk")
 def _sums(
     x, shift, means, squares, groups, size, chunk, x_n, x_p, shift_n, units,
     HAS_SHIFT: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
@@ -77,7 +77,7 @@ def _sums(
     tl.store(squares + to, tl.maximum(both - summed * drift, 0.0), mask=g < groups)
 
 
-@kernel
+@counting("size", "chunk", "chunks")
 def _normalise(
     x, out, weight, bias, shift, means, squares, groups, size, chunk, chunks, x_n, x_p, out_n, out_p, shift_n,
     units, eps,

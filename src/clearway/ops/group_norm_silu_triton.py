@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clearway.ops import group_norm_rows_triton
 from clearway.ops._layout import plane_strides
-from clearway.ops._triton import kernel, power_of_two, tl, warps
+from clearway.ops._triton import counting, kernel, power_of_two, tl, warps
 
 TILE = 4096  # elements a program has in registers
 WHOLE, WHOLE_POSITIONS, WHOLE_PER_PROGRAM = 2**14, 256, 384
@@ -130,7 +130,7 @@ def _moments(
     tl.store(squares + to, tl.sum(squared, 1) - summed * drift, mask=known)
 
 
-@kernel
+@counting("size", "chunk", "chunks")
 def _merge(
     means, squares, weight, shift, centres, scales, channels, per_group, size, chunk, chunks, shift_n, eps,
     number, HAS_WEIGHT: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK: tl.constexpr,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from clearway.ops import _metal, _metal_launch, _triton
 from clearway.ops._cases import normal
 from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype, refuse_others, refuse_rows, row_stride
-from clearway.ops._triton import kernel, tl
+from clearway.ops._triton import counting, tl
 from clearway.ops.contract import Case, Given, op
 
 
@@ -106,7 +106,7 @@ def _refuse_triton(
     return _refuse(x, residual, weight, bias, eps)
 
 
-@kernel
+@counting("rows")
 def _forward(
     x, residual, weight, bias, out, total, rows, width, x_row, residual_row, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from clearway.ops import _triton
 from clearway.ops._cases import normal
 from clearway.ops._layout import image_format, refuse_alike, refuse_dtype
-from clearway.ops._triton import kernel, tl
+from clearway.ops._triton import counting, kernel, tl
 from clearway.ops.contract import Case, Given, op
 
 
@@ -104,7 +104,7 @@ def _refuse(
     return refuse_alike(x, weight=weight, bias=bias, phases=phases)
 
 
-@kernel
+@counting("height", "width")
 def _interleave(
     grid, bias, out, height, width, channels, grid_n, grid_o, grid_h, grid_w, out_n, out_o, out_h, out_w,
     HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
