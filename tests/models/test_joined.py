@@ -1,11 +1,13 @@
 """Weights of several layers as one: the memory is shared, copies and moves part them again."""
 
 import copy
+import gc
+import weakref
 
 import torch
 from torch import nn
 
-from clearway.models._joined import Joined, alike, ordinary, unpack
+from clearway.models._joined import alike, joined, ordinary, unpack
 
 
 def layers() -> list[nn.Linear]:
@@ -17,41 +19,51 @@ def test_the_parts_are_views_of_the_whole() -> None:
     made = layers()
     weights = [layer.weight for layer in made]
     before = [weight.detach().clone() for weight in weights]
-    joined = Joined()
-    whole = joined.get(weights)
+    whole = joined(weights)
     torch.testing.assert_close(whole, torch.cat(before))
     with torch.no_grad():
         made[1].weight.fill_(7.0)
-    assert joined.get(weights) is whole and bool((whole[3:8] == 7.0).all())
+    again = joined(weights)
+    assert again.data_ptr() == whole.data_ptr() and bool((again[3:8] == 7.0).all())
+    biases = joined([layer.bias for layer in made])
+    torch.testing.assert_close(biases, torch.cat([layer.bias for layer in made]))
 
 
 def test_it_is_made_anew_where_a_part_lies_elsewhere() -> None:
     made = layers()
     weights = [layer.weight for layer in made]
-    joined = Joined()
-    whole = joined.get(weights)
+    whole = joined(weights)
     made[2].weight.data = torch.ones(2, 6)
-    again = joined.get(weights)
-    assert again is not whole and bool((again[8:] == 1.0).all())
-    assert joined.get(weights[:2]) is not again
+    again = joined(weights)
+    assert again.data_ptr() != whole.data_ptr() and bool((again[8:] == 1.0).all())
+    assert len(joined(weights[:2])) == 8
     for layer in made:
         layer.to(torch.float64)
-    assert joined.get(weights).dtype == torch.float64
+    assert joined(weights).dtype == torch.float64
 
 
-def test_a_copy_starts_without() -> None:
+def test_nothing_holds_it_but_its_parts() -> None:
+    """So that weights that are moved away free their memory."""
     made = layers()
-    joined = Joined()
-    whole = joined.get([layer.weight for layer in made])
-    other, theirs = copy.deepcopy((joined, made))
-    again = other.get([layer.weight for layer in theirs])
-    assert again is not whole and again.data_ptr() != whole.data_ptr()
+    gone = weakref.ref(joined([layer.weight for layer in made]).untyped_storage())
+    for layer in made:
+        layer.weight.data = layer.weight.data.clone()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_is_parted() -> None:
+    made = layers()
+    whole = joined([layer.weight for layer in made])
+    theirs = copy.deepcopy(made)
+    again = joined([layer.weight for layer in theirs])
+    assert again.data_ptr() != whole.data_ptr()
     assert made[0].weight.data_ptr() == whole.data_ptr()
 
 
 def test_unpacked_parts_have_memory_of_their_own() -> None:
     made = layers()
-    whole = Joined().get([layer.weight for layer in made])
+    whole = joined([layer.weight for layer in made])
     unpack(made)
     assert all(layer.weight.untyped_storage().nbytes() == layer.weight.nbytes for layer in made)
     torch.testing.assert_close(torch.cat([layer.weight.detach() for layer in made]), whole)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from clearway.execution.kept import Kept
 from clearway.models._bound import needs_gradient
-from clearway.models._joined import Joined, ordinary
+from clearway.models._joined import joined, ordinary
 from clearway.ops.attention import attention
 
 
@@ -37,8 +37,6 @@ class Processor:
         self.promised, self.packed = promised, packed
         self.kept = Kept() if kept else None
         _listen()
-        self._weight, self._bias = Joined(), Joined()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _listen()
@@ -104,8 +102,8 @@ class Processor:
     def _packed(self, attn: Any) -> tuple[Tensor, Tensor | None]:
         """The three weights as one tensor, and the biases."""
         layers = (attn.to_q, attn.to_k, attn.to_v)
-        bias = None if attn.to_q.bias is None else self._bias.get([layer.bias for layer in layers])
-        return self._weight.get([layer.weight for layer in layers]), bias
+        bias = None if attn.to_q.bias is None else joined([layer.bias for layer in layers])
+        return joined([layer.weight for layer in layers]), bias
 
 
 def default(part: Any) -> None:

@@ -1,6 +1,7 @@
 """Weights of several layers as one tensor of which they are views: in memory once, changes in place seen.
 
-Whoever gives a weight other memory (moving, loading) parts it from the whole, which is then made anew.
+Nothing holds the whole but its parts. Whoever gives one of them other memory (moving, loading) parts it from
+the others, and the whole is made anew when it is next asked for.
 """
 
 from __future__ import annotations
@@ -14,40 +15,29 @@ from torch import Tensor, nn
 from clearway.models._bound import plain, plain_weight
 
 
-class Joined:
-    """The whole of some parameters, along their first axis; made at first use, again once they lie elsewhere.
-
-    A copy of it, by deepcopy or pickle, starts without: its parameters are other ones.
-    """
-
-    def __init__(self) -> None:
-        self._whole: Tensor | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Joined, ()
-
-    def __deepcopy__(self, memo: Any) -> Joined:
-        return Joined()
-
-    def get(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """The whole, of which each part is from now on a view."""
-        if self._whole is None or not _are_parts(parts, self._whole):
-            with torch.inference_mode(False), torch.no_grad():
-                self._whole = torch.cat([part.data for part in parts])
-                for part, view in zip(
-                    parts, torch.split(self._whole, [len(part) for part in parts]), strict=True
-                ):
-                    part.data = view
-        return self._whole
+def joined(parts: Sequence[nn.Parameter]) -> Tensor:
+    """The whole of some parameters along their first axis, of which each is a view from then on."""
+    first = parts[0].data
+    if not _side_by_side(parts):
+        with torch.inference_mode(False), torch.no_grad():
+            first = torch.cat([part.data for part in parts])
+            for part, view in zip(parts, torch.split(first, [len(part) for part in parts]), strict=True):
+                part.data = view
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _are_parts(parts: Sequence[nn.Parameter], whole: Tensor) -> bool:
-    address, size = whole.data_ptr(), whole.element_size()
+def _side_by_side(parts: Sequence[nn.Parameter]) -> bool:
+    """Whether the parts lie one after the other in one piece of memory."""
+    first = parts[0]
+    memory, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for part in parts:
-        if part.dtype != whole.dtype or part.data_ptr() != address:
+        if part.data_ptr() != address or part.dtype != first.dtype or not part.is_contiguous():
             return False
-        address += part.numel() * size
-    return address == whole.data_ptr() + whole.numel() * size
+        if part.untyped_storage().data_ptr() != memory:
+            return False  # neighbours by chance
+        address += part.nbytes
+    return True
 
 
 def ordinary(layer: Any) -> bool:

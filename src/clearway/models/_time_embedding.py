@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearway.models._bound import plain, plain_weight
-from clearway.models._joined import Joined, alike, ordinary, unpack
+from clearway.models._joined import alike, joined, ordinary, unpack
 
 MARK = "_clearway_time_embedding"
 """Where a residual block holds (Projections, its number)."""
@@ -29,7 +29,6 @@ class Projections:
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = list(blocks)
-        self._weight, self._bias = Joined(), Joined()
         self._forget()
 
     def _forget(self) -> None:
@@ -68,8 +67,8 @@ class Projections:
         )
 
     def _computed(self, layers: list[Any], temb: Tensor, folded: bool) -> tuple[Tensor, ...]:
-        weight = self._weight.get([layer.weight for layer in layers])
-        bias = None if layers[0].bias is None else self._bias.get([layer.bias for layer in layers])
+        weight = joined([layer.weight for layer in layers])
+        bias = None if layers[0].bias is None else joined([layer.bias for layer in layers])
         if folded:
             convolutions = torch.cat([block.conv1.bias for block in self.blocks])
             bias = convolutions if bias is None else bias + convolutions
