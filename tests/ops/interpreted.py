@@ -38,6 +38,7 @@ BESIDE = {
 """Sources of implementations of other names: their op and name."""
 
 group_norm_rows_triton.CHUNKS = 3  # so that small cases have chunks of several tiles
+group_norm_rows_triton.MERGED = 2  # and more of them than are merged at once
 
 
 def repair_interpreter() -> None:

@@ -41,6 +41,7 @@ MUTANTS = (
         "(tl.reshape(tl.sum(first, 0), (GROUPS, PER_GROUP)), 1) * 0.0",
     ),
     ("group_norm_rows_triton", "inner + away * away * (rows", "inner + 0.0 * (rows"),
+    ("group_norm_rows_triton", "inner + away * away * share", "inner"),
     ("group_norm_rows_triton", "centre -= tl.load(shift", "centre += tl.load(shift"),
     ("group_norm_rows_triton", "both - summed * drift", "both"),
     ("group_norm_rows_triton", "(group < groups) & (inner < per_group)", "(group < groups)"),

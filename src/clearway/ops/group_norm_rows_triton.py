@@ -17,9 +17,11 @@ from clearway.ops._triton import counting, power_of_two, tl
 
 TILE = 8192  # elements a program has in registers: whole rows
 WARPS = 8
-CHUNKS, LARGE, CHUNKS_OF_LARGE = 132, 2**24, 264
-"""Chunks an image is cut into, and into how many where it has more elements than LARGE: one and two for each
-multiprocessor of an H200, where they were tried (bench/results/nvidia-h200/group_norm_rows.jsonl)."""
+CHUNKS, LARGE, CHUNKS_OF_LARGE = 128, 2**24, 256
+"""Chunks an image is cut into, and into how many where it has more elements than LARGE: about one and two for
+each of an H200's 132 multiprocessors, where both were tried."""
+MERGED = 128
+"""Chunks that are merged at once."""
 
 
 def takes(channels: int, groups: int) -> bool:
@@ -83,28 +85,38 @@ def _normalise(
     units, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr, ACTIVATION: tl.constexpr,
     UNIT: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ONE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """What `_sums` found, merged, and with it the result for a chunk of rows."""
     per_group = units * UNIT
     n = tl.program_id(1).to(tl.int64)
     g, k = tl.arange(0, GROUPS), tl.arange(0, BLOCK_K)
     number = size.to(tl.float32)
-    mean = tl.zeros((GROUPS,), tl.float32)
-    for k0 in range(0, chunks, BLOCK_K):
-        live = (k0 + k < chunks)[:, None] & (g < groups)[None, :]
-        at = (n * chunks + k0 + k)[:, None] * groups + g[None, :]
-        rows = tl.minimum(size - (k0 + k).to(tl.int64) * chunk, chunk).to(tl.float32)
+    if ONE:
+        live = (k < chunks)[:, None] & (g < groups)[None, :]
+        at = (n * chunks + k)[:, None] * groups + g[None, :]
+        share = (tl.minimum(size - k.to(tl.int64) * chunk, chunk).to(tl.float32) / number)[:, None]
         part = tl.load(means + at, mask=live, other=0.0)
-        mean += tl.sum(tl.where(live, part * (rows / number)[:, None], 0.0), 0)
-    variance = tl.zeros((GROUPS,), tl.float32)
-    for k0 in range(0, chunks, BLOCK_K):
-        live = (k0 + k < chunks)[:, None] & (g < groups)[None, :]
-        at = (n * chunks + k0 + k)[:, None] * groups + g[None, :]
-        rows = tl.minimum(size - (k0 + k).to(tl.int64) * chunk, chunk).to(tl.float32)
-        away = tl.load(means + at, mask=live, other=0.0) - mean[None, :]
         inner = tl.load(squares + at, mask=live, other=0.0) / (number * per_group)
-        variance += tl.sum(tl.where(live, inner + away * away * (rows / number)[:, None], 0.0), 0)
+        mean = tl.sum(tl.where(live, part * share, 0.0), 0)
+        away = part - mean[None, :]
+        variance = tl.sum(tl.where(live, inner + away * away * share, 0.0), 0)
+    else:
+        mean = tl.zeros((GROUPS,), tl.float32)
+        for k0 in range(0, chunks, BLOCK_K):
+            live = (k0 + k < chunks)[:, None] & (g < groups)[None, :]
+            at = (n * chunks + k0 + k)[:, None] * groups + g[None, :]
+            rows = tl.minimum(size - (k0 + k).to(tl.int64) * chunk, chunk).to(tl.float32)
+            part = tl.load(means + at, mask=live, other=0.0)
+            mean += tl.sum(tl.where(live, part * (rows / number)[:, None], 0.0), 0)
+        variance = tl.zeros((GROUPS,), tl.float32)
+        for k0 in range(0, chunks, BLOCK_K):
+            live = (k0 + k < chunks)[:, None] & (g < groups)[None, :]
+            at = (n * chunks + k0 + k)[:, None] * groups + g[None, :]
+            rows = tl.minimum(size - (k0 + k).to(tl.int64) * chunk, chunk).to(tl.float32)
+            away = tl.load(means + at, mask=live, other=0.0) - mean[None, :]
+            inner = tl.load(squares + at, mask=live, other=0.0) / (number * per_group)
+            variance += tl.sum(tl.where(live, inner + away * away * (rows / number)[:, None], 0.0), 0)
     scale = tl.rsqrt(variance + eps)
 
     lane, p = tl.arange(0, GROUPS * PER_GROUP), tl.arange(0, BLOCK_P)
@@ -181,7 +193,8 @@ def run(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
-        BLOCK_K=min(power_of_two(chunks), 128),
+        ONE=chunks <= MERGED,
+        BLOCK_K=min(power_of_two(chunks), MERGED),
         **same,
     )
     return out

@@ -56,6 +56,8 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "several tiles a group, channels last", inputs(2, 24, 19, 23, groups=2, last=True, shift=2)
     yield "two passes", inputs(1, 6, 117, 150, groups=2, mean=1000.0, shift=2)
     yield "two passes, channels last", inputs(1, 6, 117, 150, groups=2, last=True, mean=1000.0, shift=1)
+    flat = inputs(1, 6, 117, 150, groups=2, last=True)
+    yield "chunks of other means", (flat[0] + torch.linspace(-9, 9, 117)[:, None], *flat[1:])
     yield "one group, no affine, no SiLU", inputs(2, 5, 3, 4, groups=1, affine=False, activation=False)
     half = inputs(2, 12, 6, 8, groups=3)
     yield "half of the channels of a tensor", (half[0][:, :6], half[1][:6], half[2][:6], *half[3:])
