@@ -11,7 +11,7 @@ import torch
 
 import clearway
 from builders import tiny_sd1, tiny_sdxl
-from clearway import Cancelled, Request, RequestError
+from clearway import Cancelled, Request, RequestError, warmup
 from clearway.execution import pools
 from clearway.models import Model
 from clearway.prompt import plan, windows
@@ -178,3 +178,13 @@ def test_on_a_device_a_request_finds_everything_made(
     for height in (64, 72):
         clearway.generate(replace(like, prompt="a red apple", width=64, height=height, steps=6, seed=9), made)
     assert counts(made) == before
+
+
+def test_what_self_tests_and_kernels_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = warmup._waited()
+    assert warmup._told(before) == []
+    monkeypatch.setattr(warmup, "_waited", lambda: (before[0] + 2.34, before[1] + 36, before[2] + 4.56))
+    assert warmup._told(before) == [
+        "2.3 s of it were waiting for self-tests of kernels",
+        "4.6 s of it were building 36 kernels",
+    ]

@@ -19,6 +19,7 @@ from clearway.errors import RequestError
 from clearway.execution import pools
 from clearway.image import encode
 from clearway.models import Model, chosen, load
+from clearway.ops import ahead, verdicts
 from clearway.pipeline import NAMES, check, generate
 from clearway.request import Request
 from clearway.types import OnEvent
@@ -105,9 +106,10 @@ def warm_up(
         replace(asked, width=width, height=height)
         for width, height in dict.fromkeys(sizes or [(asked.width, asked.height)])  # type: ignore[list-item]
     ]
-    given_up = _given_up(model)
+    given_up, waited = _given_up(model), _waited()
     made = tuple(_size(model, _batch(one, model), windows, on_event) for one in wanted)
     notes = [note for one in made for note in one.notes]
+    notes += _told(waited)
     for part, count in (_given_up(model) - given_up).items():
         notes.append(
             f"{count} graphs of {NAMES[part]} were given up for others and will be captured anew: "
@@ -116,6 +118,19 @@ def warm_up(
     return WarmUp(
         model.name, describe(model.device), made, time.perf_counter() - begun, tuple(dict.fromkeys(notes))
     )
+
+
+def _waited() -> tuple[float, int, float]:
+    """Of this process so far: seconds that self-tests made it wait, kernels built, and their seconds."""
+    built = ahead.times()
+    return verdicts.times()["waited_s"], int(built["variants"]), built["seconds"]
+
+
+def _told(before: tuple[float, int, float]) -> list[str]:
+    """What of the time since `before` went to self-tests and to building kernels; nothing where none did."""
+    waited_s, kernels, seconds = (now - then for now, then in zip(_waited(), before, strict=True))
+    told = [f"{waited_s:.1f} s of it were waiting for self-tests of kernels"] if waited_s >= 0.05 else []
+    return told + ([f"{seconds:.1f} s of it were building {kernels} kernels"] if kernels else [])
 
 
 def _batch(request: Request, model: Model) -> Request:

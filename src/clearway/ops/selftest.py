@@ -369,9 +369,12 @@ def main() -> int:
         try:
             _work(json.loads(text), tell)
         except (RuntimeError, MemoryError) as error:
-            if not device.is_out_of_memory(error):
+            if "busy or unavailable" in str(error):  # a device that takes one process at a time
+                tell({"end": True, "scarce": "of the device, which another process has"})
+            elif device.is_out_of_memory(error):
+                tell({"end": True, "scarce": "memory"})
+            else:
                 raise
-            tell({"end": True, "scarce": "memory"})
         else:
             tell({"end": True})
     return 0
