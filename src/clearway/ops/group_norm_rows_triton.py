@@ -93,14 +93,14 @@ def _normalise(
     g, k = tl.arange(0, GROUPS), tl.arange(0, BLOCK_K)
     number = size.to(tl.float32)
     if ONE:
-        live = (k < chunks)[:, None] & (g < groups)[None, :]
+        there = (k < chunks)[:, None] & (g < groups)[None, :]
         at = (n * chunks + k)[:, None] * groups + g[None, :]
         share = (tl.minimum(size - k.to(tl.int64) * chunk, chunk).to(tl.float32) / number)[:, None]
-        part = tl.load(means + at, mask=live, other=0.0)
-        inner = tl.load(squares + at, mask=live, other=0.0) / (number * per_group)
-        mean = tl.sum(tl.where(live, part * share, 0.0), 0)
+        part = tl.load(means + at, mask=there, other=0.0)
+        inner = tl.load(squares + at, mask=there, other=0.0) / (number * per_group)
+        mean = tl.sum(tl.where(there, part * share, 0.0), 0)
         away = part - mean[None, :]
-        variance = tl.sum(tl.where(live, inner + away * away * share, 0.0), 0)
+        variance = tl.sum(tl.where(there, inner + away * away * share, 0.0), 0)
     else:
         mean = tl.zeros((GROUPS,), tl.float32)
         for k0 in range(0, chunks, BLOCK_K):
