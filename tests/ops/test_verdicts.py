@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clearway import device, home
-from clearway.ops import state, verdicts
+from clearway.ops import discover, state, verdicts
 from clearway.ops._workers import Crew, Job
 from clearway.ops.contract import Implementation, recording
 from ops.faulty import faulty_double
@@ -298,3 +298,16 @@ def test_processes_side_by_side_agree_and_leave_whole_files(fresh: Path) -> None
     assert len(list(home.path("verdicts").glob("*.json"))) == 3  # a dtype each
     state.forget()
     assert state.known(named("sound"), "cpu").sound
+
+
+@pytest.mark.cuda
+def test_on_a_device_all_ops_are_tested_side_by_side(fresh: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    names = tuple(discover())
+    begun = verdicts.prepare(names, "cuda", torch.float16)
+    wanted = [one for name in names for one in verdicts._candidates(name, "cuda")]
+    assert begun == len(wanted) > 5
+    finished()
+    verdict = {f"{one.op}/{one.name}": state.known(one, "cuda", torch.float16) for one in wanted}
+    assert {name: str(one) for name, one in verdict.items() if one is None or not one.sound} == {}

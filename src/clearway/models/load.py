@@ -11,7 +11,7 @@ from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
 from clearway.home import expanded
-from clearway.models import _checks, chosen, hub, library
+from clearway.models import chosen, hub, library
 from clearway.models.escape import escaped, escaped_errors
 from clearway.models.folder import INDEX, load_folder
 from clearway.models.model import Model
@@ -52,7 +52,10 @@ def load(
             path, name, notes = _locate(text, dtypes, local_files_only)
         if precision is None and (kept := chosen.adopted(path, where.kind).precision):
             dtypes = _canonical(kept)
-        _checks.begin_loading(where, dtypes)
+        if where.kind != "cpu":
+            from clearway.models import _checks
+
+            _checks.begin_loading(where, dtypes)
         read = load_folder if os.path.isfile(path / INDEX) else load_file
 
         def read_to(device: Device) -> Model:
