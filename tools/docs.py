@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from docs_claims import claims_block
 from docs_ops import ops_page
 from docs_results import results_block, results_page
 
@@ -92,7 +93,11 @@ def embedded_score() -> str:
     return f"{table}\n\n{settings}; {found['processor']}, float32, {versions}, {found['date']}."
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"embedded-score": embedded_score, "results": results_block}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "claims": claims_block,
+    "embedded-score": embedded_score,
+    "results": results_block,
+}
 PARTLY = ("README.md", "docs/measuring.md", "src/clearway/models/embedded/README.md")
 
 

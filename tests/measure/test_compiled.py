@@ -63,16 +63,19 @@ def test_what_an_earlier_scenario_compiled_is_taken_as_it_is(monkeypatch: pytest
     own, first, later = parts("cpu"), Compiled(scope="full"), Compiled(scope="full")
     pipes = [SimpleNamespace(unet=object(), vae=SimpleNamespace(decode=object())) for _ in range(2)]
     with compiled.keeping():
-        assert compiled.once("key", lambda: own) is compiled.once("key", lambda: parts("cpu")) is own
+        assert compiled.once("work", "how", lambda: own) is compiled.once("work", "how", object) is own
+        assert compiled.once("work", "other", lambda: 1) == 1 and compiled.once("work", "how", object) is own
         first.compile(pipes[0], own)
         first.close()
         later.compile(pipes[1], own)
         assert pipes[1].unet == "compiled" and later.reused and not first.reused and not resets
         assert later.proof() is None and later.intended()["compiled_by_an_earlier_scenario"] is True
         assert first.proof() == "nothing was compiled"
-    assert resets == [1] and compiled.once("key", lambda: None) is None
+        compiled.once("other work", "how", object)
+        assert resets == [1] and compiled.once("work", "how", object) is not own and resets == [1, 1]
+    assert resets == [1, 1, 1] and compiled.once("work", "how", lambda: None) is None
     first.close()
-    assert resets == [1, 1]
+    assert resets == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 GRAPHED = ("reduce-overhead", "max-autotune")  # the modes that capture CUDA graphs
-_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("clearway_compiled_kept", default=None)
+_kept: ContextVar[dict[Hashable, dict[Hashable, Any]] | None] = ContextVar(
+    "clearway_compiled_kept", default=None
+)
 
 
 @contextmanager
@@ -29,14 +31,22 @@ def keeping() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def once(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What was made for `key` within `keeping`; outside of it a new one."""
+def once(work: Hashable, how: Hashable, make: Callable[[], Any]) -> Any:
+    """What was made for this work in this way within `keeping`; outside of it a new one.
+
+    For other work everything is dropped first: the compiler would take another size for a reason to make its
+    code fit all sizes.
+    """
     held = _kept.get()
     if held is None:
         return make()
-    if key not in held:
-        held[key] = make()
-    return held[key]
+    if work not in held and held:
+        held.clear()
+        torch._dynamo.reset()
+    found = held.setdefault(work, {})
+    if how not in found:
+        found[how] = make()
+    return found[how]
 
 
 @dataclass(slots=True)

@@ -108,9 +108,9 @@ class Pipeline:
         one, how = self.scenario, self.compiled
         if how.scope is None:
             return make()[0]
-        size = one.width, one.height, one.batch_size, one.cfg_scale == 1
-        key = id(self.model), dtype, place, size, how.layout, how.scope, how.mode, how.dynamic
-        parts: Parts = once(key, make)[0]
+        work = id(self.model), one.width, one.height, one.batch_size, one.cfg_scale == 1
+        key = dtype, place, how.layout, how.scope, how.mode, how.dynamic
+        parts: Parts = once(work, key, make)[0]
         how.placed(place)  # and not laid out again: a graph reads its weights where they lie
         return parts
 

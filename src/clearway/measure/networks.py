@@ -57,7 +57,7 @@ def inputs(scenario: Scenario, model: Model, round: int, side_px: int = 0) -> Gi
         "sample": drawn(rows, channels, height, width, dtype=dtype),
         "timestep": torch.full((), TIMESTEP, device=place),  # of no axis, as Diffusers' schedulers have them
         "encoder_hidden_states": drawn(rows, 77, context, dtype=dtype),
-        "added_cond_kwargs": {},
+        "added_cond_kwargs": None,
     }
     if model.family.name == "sdxl":
         pooled = drawn(rows, model.text_encoders[-1].config.projection_dim, dtype=dtype)
@@ -85,12 +85,17 @@ class Networks:
     texts: tuple[Callable[..., Any], ...]
 
     def run(self, what: str, given: Given) -> Tensor:
-        """One call of the network; for text the last but one hidden states side by side."""
+        """One call of the network; for text the last but one hidden states side by side.
+
+        Arguments are just those of Diffusers' pipelines: what is compiled for these serves both.
+        """
         if what == "unet":
             out: Tensor = self.unet(
                 given["sample"],
                 given["timestep"],
                 encoder_hidden_states=given["encoder_hidden_states"],
+                timestep_cond=None,
+                cross_attention_kwargs=None,
                 added_cond_kwargs=given["added_cond_kwargs"],
                 return_dict=False,
             )[0]
@@ -211,17 +216,13 @@ def output(scenario: Scenario, model: Model, round: int, dtype: str, place: str)
     """What the network gives in `dtype` on `place`, eagerly, on a copy: the reference (float32)."""
     target = machine.dtype(dtype)
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(place, target) if value.is_floating_point() else value.to(place)
-        if isinstance(value, dict):
-            return {key: moved(one) for key, one in value.items()}
-        return [moved(one) for one in value]
+    def moved(value: Tensor) -> Tensor:
+        return value.to(place, target) if value.is_floating_point() else value.to(place)
 
     own = isolated_model(model)
     for module in (own.unet, own.vae, *own.text_encoders):
         torch.nn.Module.to(module, device=place, dtype=target)  # Diffusers' own `to` prints advice
-    given = moved(inputs(scenario, model, round))
+    given = pytree.tree_map_only(torch.Tensor, moved, inputs(scenario, model, round))
     with torch.inference_mode():
         return Networks(own.unet, own.vae.decode, _plain(own.text_encoders)).run(scenario.what, given).float()
 
@@ -235,13 +236,6 @@ def cost(scenario: Scenario, model: Model) -> dict[str, Any]:
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         out = Networks(model.unet, model.vae.decode, _plain(model.text_encoders)).run(scenario.what, given)
     weights = sum(one.numel() * one.element_size() for module in modules for one in module.parameters())
-    tensors = [*_tensors(given), out]
+    tensors = [one for one in (*pytree.tree_leaves(given), out) if isinstance(one, torch.Tensor)]
     moved = weights + sum(one.numel() * one.element_size() for one in tensors)
     return {"flops": int(counter.get_total_flops()), "bytes_moved": int(moved)}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value
-    return [tensor for one in values for tensor in _tensors(one)]
