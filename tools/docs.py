@@ -1,8 +1,8 @@
 """Writes the generated parts of the documentation; with --check, fails where one is stale.
 
-docs/cli.md comes from the command line's own parser, docs/ops.md from the registry of ops, docs/results.md
-and every block between `<!-- generated: NAME -->` and `<!-- end -->` in PARTLY's pages from result files
-under bench/results/.
+docs/cli.md comes from the command line's own parser, docs/ops.md from the registry of ops, docs/results.md,
+docs/candidates.md and every block between `<!-- generated: NAME -->` and `<!-- end -->` in PARTLY's pages
+from result files under bench/results/.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from docs_candidates import candidates_page
 from docs_claims import claims_block
 from docs_ops import ops_page
 from docs_results import results_block, results_page
@@ -110,6 +111,7 @@ def pages() -> dict[Path, str]:
     """Each generated or partly generated page with what it should say."""
     docs = ROOT / "docs"
     made = {
+        docs / "candidates.md": candidates_page(),
         docs / "cli.md": cli_reference(),
         docs / "ops.md": ops_page(),
         docs / "results.md": results_page(),

@@ -1,0 +1,78 @@
+"""The benchmark of candidates: its plumbing, on this CPU with small shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_parts_run_and_each_line_is_written(tmp_path: Path) -> None:
+    output = tmp_path / "candidates.jsonl"
+    command = [sys.executable, str(ROOT / "bench" / "candidates_on_device.py"), "--device", "cpu", "--small"]
+    command += ["--rounds", "2", "--output", str(output)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, *lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [first, *lines] == [json.loads(line) for line in done.stdout.splitlines()]
+    assert first["provenance"]["kind"] == "cpu" and first["source"]
+    assert [line for line in lines if "failed" in line] == []
+    timed = [line for line in lines if "p50_ms" in line]
+    parts = {"product", "packed qkv", "geglu", "attention", "convolution", "skip_concat", "unet call"}
+    assert {line["part"] for line in timed} == parts
+    for line in timed:
+        assert 0 < line["p20_ms"] <= line["p50_ms"] <= line["p80_ms"]
+        assert line.get("error", 0) < 1e-2
+
+
+def test_branches_are_the_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import candidates_on_device as candidates
+
+    order: list[str] = []
+    current = ["main"]
+
+    def stream() -> Any:
+        name = f"side {len(order)}"
+        order.append(name)
+        return SimpleNamespace(name=name, wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def entered(which: Any) -> Any:
+        current.append(getattr(which, "name", "graph"))
+        yield
+        current.pop()
+
+    main = SimpleNamespace(name="main", wait_stream=lambda other: None)
+    graph = SimpleNamespace(replay=lambda: None)
+    for name, fake in {
+        "Stream": stream,
+        "stream": entered,
+        "graph": entered,
+        "CUDAGraph": lambda: graph,
+        "current_stream": lambda: main,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    seen: list[tuple[str, float]] = []
+
+    def unet(x: torch.Tensor, t: torch.Tensor, encoder_hidden_states: torch.Tensor, **_: Any) -> Any:
+        seen.append((current[-1], float(x)))
+        return (x * 10,)
+
+    given = (torch.tensor([[1.0], [2.0]]), torch.ones(2)), {"encoder_hidden_states": torch.ones(2, 3)}
+    halves = [candidates.half(given, index) for index in range(2)]
+    _, outputs = candidates.forked(unet, halves)
+    assert [float(output) for output in outputs] == [10.0, 20.0]
+    assert seen[-2:] == [("graph", 1.0), ("side 1", 2.0)] and len(seen) == 6
