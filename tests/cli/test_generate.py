@@ -48,7 +48,7 @@ def test_json_is_one_object(draw) -> None:
     assert found["seeds"] == [5, 6]
     assert [Path(path).is_file() for path in found["paths"]] == [True, True]
     assert {"load", "text", "sampling", "vae", "save"} <= set(found["timings_ms"])
-    assert found["routes"]["unet/eager"] == 2
+    assert found["routes"]["unet/flat"] == 2
     assert found["request"]["width"] == 64
 
 
@@ -88,7 +88,7 @@ def test_the_file_carries_its_parameters_and_evidence_apart(draw) -> None:
     assert text["parameters"].startswith("a red apple\nSteps: 2, Sampler: ")
     assert "routes" not in text["parameters"]
     evidence = json.loads(text["clearway"])
-    assert evidence["routes"]["unet/eager"] == 2
+    assert evidence["routes"]["unet/flat"] == 2
     assert evidence["timings_ms"]["sampling"] > 0
     assert "/" + "root" not in text["clearway"]
 

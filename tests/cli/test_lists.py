@@ -94,6 +94,8 @@ def test_doctor_says_how_networks_run(run, monkeypatch: pytest.MonkeyPatch) -> N
     from clearway.models import chosen
 
     monkeypatch.setattr("clearway.device.KINDS", ("cpu",))
+    assert "by flat (CLEARWAY_PLAIN=1 turns it off)" in run("doctor")[1]
+    monkeypatch.delitem(chosen.DEFAULTS, "cpu")
     assert "plainly (clearway select may find better)" in run("doctor")[1]
     monkeypatch.setitem(chosen.DEFAULTS, "cpu", {"executor": "eager", "layout": "channels_last"})
     told = run("doctor")[1]

@@ -26,7 +26,7 @@ def test_it_prints_what_each_part_cost_and_what_ran(warm) -> None:
     code, out, err = warm("--sizes", "64x64,64x72", "--batch-size", "2")
     assert (code, err) == (0, "")
     assert "64 x 64, batch 2" in out and "64 x 72, batch 2" in out
-    for part in ("text_encoder/eager", "unet/eager", "vae/eager"):
+    for part in ("text_encoder/flat", "unet/flat", "vae/flat"):
         assert part in out
     assert "is warm on" in out.splitlines()[-1]
 
@@ -37,7 +37,7 @@ def test_json_is_one_object(warm) -> None:
     assert code == 0 and found["total_s"] > 0
     (one,) = found["sizes"]
     assert {"text", "sampling", "vae", "encode"} <= set(one["seconds"])
-    assert one["routes"]["unet/eager"] > 3  # prompts of one and of two windows
+    assert one["routes"]["unet/flat"] > 3  # prompts of one and of two windows
     assert not list(Path().rglob("*.png"))  # no picture is written
 
 

@@ -65,6 +65,12 @@ def test_outputs_of_many_and_structures_are_kept() -> None:
     assert found["none"] is None and [half.tolist() for half in found["halves"]] == [[0, 1], [2, 3]]
 
 
+def test_rows_taken_by_number_are_recorded_and_by_a_mask_refused() -> None:
+    program = recorded(Holding(lambda m, x, at: x[at, 1]), torch.randn(3, 2), torch.tensor([0, 1]))
+    x = torch.randn(3, 2)
+    assert torch.equal(ran(program, x, torch.tensor([2, 2])), x[[2, 2], 1])
+
+
 def noise(m: Any, x: Tensor) -> Tensor:
     return x + torch.randn(3)
 

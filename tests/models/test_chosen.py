@@ -120,6 +120,12 @@ def fast_device(monkeypatch: pytest.MonkeyPatch) -> Choices:
     return chosen.default("cpu")
 
 
+@pytest.fixture(autouse=True)
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU, on which these models are, runs plainly where a test does not say otherwise."""
+    monkeypatch.delitem(chosen.DEFAULTS, "cpu")
+
+
 def laid_out(model: Model) -> bool:
     return model.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -127,10 +133,17 @@ def laid_out(model: Model) -> bool:
 def test_the_default_of_a_device_is_all_that_is_exact() -> None:
     found = chosen.default("cuda")
     assert (found.executor, found.layout) == ("cuda_graph", "channels_last") and set(found.ops) >= set(OPS)
-    assert chosen.default("cpu") == chosen.default("mps") == Choices()
+    assert chosen.default("mps") == Choices()
     exactly = Choices("cuda_graph", "channels_last", ops=OPS, packed_qkv=True)
     assert chosen.described(exactly) == f"by cuda_graph, channels_last, {len(OPS)} ops in place, packed QKV"
     assert chosen.described(Choices()) == "plainly"
+
+
+def test_on_a_cpu_calls_are_recorded(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert chosen.default("cpu") == Choices("flat") and chosen.described(Choices("flat")) == "by flat"
+    assert chosen.applied(model, 64, 64).choices == Choices("flat")
+    assert not laid_out(model)
 
 
 def test_a_devices_default_holds_where_nothing_was_selected(model: Model, fast_device: Choices) -> None:

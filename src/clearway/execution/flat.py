@@ -100,7 +100,7 @@ class Flat:
     def _function(
         self, leaves: list[Any], tree: Any, args: Any, kwargs: Any, owner: nn.Module | None
     ) -> tuple[Recorded | None, Any, str | None]:
-        """(function, the output if it was just recorded, why there is no function)."""
+        """(function, the output if it was just made, why there is no function)."""
         module = self.pool.checked(owner)
         if module is not None and module.moved:
             return None, None, "hooks are at work in it that may move its weights (offloading, caching)"
@@ -170,7 +170,7 @@ class Flat:
             return None, output, f"its recorded call does not run: {one_line(error)[:200]}"
         if not _agree(found, output):
             return None, output, "its recorded call gives other values than it does"
-        return made, output, None
+        return made, found, None  # the first picture is the same to the bit as all later ones
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from clearway.execution.fusions import interleaved
 from clearway.execution.packed import gathered
-from clearway.execution.recorded import Program, Step, Value, aliases, aten, values_in
+from clearway.execution.recorded import Program, Step, Value, aliases, aten
 
 IN_PLACE: dict[Any, Any] = {
     aten.silu.default: aten.silu_.default,
@@ -65,14 +65,14 @@ def generated(program: Program, numbers: Iterable[int] = ()) -> Function:
     lasting = lasting_values(program, numbers)
     first = [step for step in program.steps if any(out in lasting for out in step.outs)]
     rest = [step for step in program.steps if not any(out in lasting for out in step.outs)]
-    wanted = {value for step in rest for value in step.reads()} | set(values_in(program.output))
+    wanted = {value for step in rest for value in step.reads()} | set(program.outputs())
     handed = [out for step in first for out in step.outs if out is not None and out in wanted]
     rest = _in_place(program, rest, set(handed))
     writer = _Writer(program.inputs)
     once = writer.function("once", [program.inputs[n] for n in numbers], first, tuple(handed), set(handed))
     protected = set(program.inputs) | set(handed)
     output = _owned(program, rest, protected, writer)
-    stay = set(values_in(program.output))
+    stay = set(program.outputs())
     run = writer.function("run", [*program.inputs, *handed], rest, output, stay)
     source = f"{once}\n\n{run}"
     space: dict[str, Any] = dict(writer.space)
@@ -99,7 +99,7 @@ def _in_place(program: Program, steps: list[Step], held: Set[Value]) -> list[Ste
                     owner[root(out)] = root(value)
         if step.run in _SPREAD:
             spread |= {root(out) for out in step.outs if out is not None}
-    fixed = {root(value) for value in (*program.inputs, *held, *values_in(program.output))}
+    fixed = {root(value) for value in (*program.inputs, *held, *program.outputs())}
     fixed |= {root(value) for step in steps for value in step.reads() if value.constant}
     fixed |= {root(value) for value in spread}
     last: dict[Value, int] = {}

@@ -87,6 +87,10 @@ class Program:
     contiguous: list[Value] = field(default_factory=list)
     """Outputs that were contiguous."""
 
+    def outputs(self) -> list[Value]:
+        """The values in its output, whatever structure that is."""
+        return [leaf for leaf in pytree.tree_leaves(self.output) if isinstance(leaf, Value)]
+
 
 def aliases(run: Any) -> bool:
     """Whether the output of an operation may share memory with what it reads; of other functions, yes."""
@@ -250,7 +254,11 @@ def _refused(run: Any, args: Any, kwargs: Any) -> str | None:
     tags = run.tags
     if run._schema.is_mutable:
         return f"{run} changes a tensor in place"
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+    numbered = run is aten.index.Tensor and not any(
+        one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]
+    )
+    dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    if dynamic and not numbered:
         return f"{run} reads a number from a tensor"
     if torch.Tag.nondeterministic_seeded in tags:
         if run is aten.scaled_dot_product_attention.default:

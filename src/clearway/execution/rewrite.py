@@ -10,8 +10,9 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from clearway.execution.recorded import Program, Step, UnrecordableError, Value, aten, replaced, values_in
+from clearway.execution.recorded import Program, Step, UnrecordableError, Value, aten, replaced
 
 _SAME = {
     aten.contiguous.default,
@@ -94,14 +95,14 @@ def simplified(program: Program) -> Program:
             continue
         seen[key] = step
         steps.append(step)
-    output = replaced(program.output, current)
+    output = pytree.tree_map_only(Value, current, program.output)
     contiguous = [current(value) for value in program.contiguous]
     return used(Program(program.inputs, steps, output, contiguous))
 
 
 def used(program: Program) -> Program:
     """The program without steps that nobody reads."""
-    wanted = set(values_in(program.output))
+    wanted = set(program.outputs())
     kept: list[Step] = []
     for step in reversed(program.steps):
         if any(out in wanted for out in step.outs):
@@ -112,7 +113,7 @@ def used(program: Program) -> Program:
 
 def counted(program: Program) -> Counter[Value]:
     """How often each value is read, by steps and as output."""
-    reads = Counter(values_in(program.output))
+    reads = Counter(program.outputs())
     for step in program.steps:
         reads.update(step.reads())
     return reads

@@ -39,7 +39,8 @@ PACKAGE = Path(__file__).parents[1]
 SOURCES = ("ops/*", "execution/*.py", "guidance/*.py", "models/accelerate.py", "models/_*.py")
 
 DEFAULTS: dict[str, Mapping[str, Any]] = {
-    "cuda": {"executor": "cuda_graph", "layout": "channels_last", "packed_qkv": True}
+    "cuda": {"executor": "cuda_graph", "layout": "channels_last", "packed_qkv": True},
+    "cpu": {"executor": "flat", "ops": ()},
 }
 """How networks run on a kind of device where nothing was selected: fields of Choices, with every op in place
 where `ops` are not named. Kinds that are not here run plainly."""
