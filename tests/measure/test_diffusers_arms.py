@@ -148,3 +148,9 @@ def test_another_dtype_than_was_asked_for_is_said(model: Any) -> None:
 def test_other_work_is_refused_in_words(model: Any, change: dict[str, Any], words: str) -> None:
     with pytest.raises(UnavailableError, match=words):
         find("diffusers").prepare(replace(TINY, **change), model)
+
+
+def test_the_sde_scheduler_needs_torchsde(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.utils.is_torchsde_available", lambda: False)
+    with pytest.raises(UnavailableError, match=r"DPMSolverSDEScheduler needs torchsde.*pip install"):
+        find("diffusers").prepare(replace(TINY, sampler="DPM++ SDE", schedule="Karras", steps=5), model)

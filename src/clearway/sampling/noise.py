@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from clearway.errors import RequestError
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PHILOX = "philox"
-RESOLUTION_DIGITS = 6  # torchsde's default tolerance, 1e-6: what k-diffusion's trees have
 
 
 class ImageNoise:
@@ -75,6 +73,12 @@ def _source(seed: int, drawn_on: str | torch.device) -> Callable[[tuple[int, ...
     return lambda shape: torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
+def _filled_by_philox(seed: int, row: Tensor, scale: float) -> None:
+    from clearway.sampling import philox
+
+    row.copy_(philox.Generator(seed).normal(row.shape)).mul_(scale)
+
+
 def brownian_noise(
     x: Tensor, sigmas: Tensor, seeds: Sequence[int], *, device: str | torch.device | None = None
 ) -> Noise:
@@ -82,43 +86,35 @@ def brownian_noise(
 
     One Brownian path an image over [smallest sigma above 0, largest], seeded with the image's seed; the noise
     is the path's increment divided by sqrt(|sigma_next - sigma|), so overlapping steps get matching noise.
-    Sigmas outside the range count as its ends. Below torchsde's resolution of 1e-6 the increment is 0. Drawn
-    in float32 on `device` (None: x's; "philox" as in ImageNoise). Raises RequestError where seeds do not
+    Sigmas outside the range count as its ends. Below a resolution of 1e-6 the increment is 0. Drawn in
+    float32 on `device` (None: x's; "philox" as in ImageNoise). Raises RequestError where seeds do not
     match the rows of x.
     Source: k-diffusion's BatchedBrownianTree and BrownianTreeNoiseSampler, over torchsde's BrownianTree.
     """
-    import torch
-    import torchsde
-
-    from clearway.sampling import philox
+    from clearway.sampling.brownian import BrownianTree
 
     if len(_checked_seeds(seeds)) != len(x):
         raise RequestError(f"Brownian noise needs one seed an image, found {len(seeds)} for {len(x)} images")
     levels = [value for value in sigmas.tolist() if value > 0]
     if not levels:
         raise RequestError("Brownian noise needs a sigma above 0, found none")
-    low, high = min(levels), max(levels)
     emulated = device == PHILOX
     where = "cpu" if emulated else x.device if device is None else device
-    start = torch.zeros(x.shape[1:], dtype=torch.float32, device=where)
-    drawing = philox.in_torchsde if emulated else nullcontext
-    with drawing():
-        trees: list[Callable[[float, float], Tensor]] = [
-            torchsde.BrownianTree(t0=low, w0=start, t1=high, entropy=seed) for seed in seeds
-        ]
-    low, high = round(low, RESOLUTION_DIGITS), round(high, RESOLUTION_DIGITS)
+    tree = BrownianTree(
+        min(levels),
+        max(levels),
+        seeds,
+        x.shape[1:],
+        device=where,
+        fill=_filled_by_philox if emulated else None,
+    )
     target, dtype = x.device, x.dtype  # not x itself, which would keep the first latents alive
     in_flight: list[Tensor] = []
 
     def noise(sigma: float, sigma_next: float) -> Tensor:
-        # Python floats all the way: given tensors, torchsde would read them back.
         before, after = sorted((sigma, sigma_next))
-        first, last = (min(max(round(t, RESOLUTION_DIGITS), low), high) for t in (before, after))
-        if first >= last:
-            return torch.zeros((len(trees), *start.shape), dtype=dtype, device=target)
-        with drawing():
-            increments = torch.stack([tree(first, last) for tree in trees])
-        length = math.sqrt(after - before)
+        length = math.sqrt(after - before) or 1.0  # without length the increment is 0
+        increments = tree.increment(before, after)
         return _moved(increments / (length if sigma_next > sigma else -length), target, dtype, in_flight)
 
     return noise

@@ -9,10 +9,8 @@ Source: Salmon et al. 2011 (Random123); cuRAND's curand_normal; behaviour of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +21,6 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
-_within: ContextVar[bool] = ContextVar("clearway_philox", default=False)
 
 
 def philox(counter: np.ndarray, key: Sequence[int]) -> np.ndarray:
@@ -61,29 +58,3 @@ class Generator:
         radius = np.sqrt(-2 * np.log(x * 2.0**-32 + 2.0**-33))
         angle = 2 * math.pi * (y * 2.0**-32 + 2.0**-33)
         return torch.from_numpy((radius * np.sin(angle)).astype(np.float32)).reshape(*shape)
-
-
-@contextmanager
-def in_torchsde() -> Iterator[None]:
-    """Within it torchsde's Brownian paths draw from here.
-
-    Its function for that is replaced, once, by one that asks whether it is called within.
-    """
-    from torchsde._brownian import brownian_interval
-
-    own = brownian_interval._randn
-    if not hasattr(own, "clearway"):
-
-        def routed(size: Any, dtype: Any, device: Any, seed: Any) -> Tensor:
-            if _within.get():
-                return Generator(int(seed)).normal(size).to(device, dtype)
-            drawn: Tensor = own(size, dtype, device, seed)
-            return drawn
-
-        routed.clearway = True  # type: ignore[attr-defined]
-        brownian_interval._randn = routed
-    token = _within.set(True)
-    try:
-        yield
-    finally:
-        _within.reset(token)
