@@ -140,7 +140,7 @@ def test_the_noise_floor_of_an_arm_that_fails_is_its_error() -> None:
 
 
 def test_every_arm_runs_once_a_round_and_each_place_equally_often() -> None:
-    timer, heard, done = FakeTimer(), [], []
+    timer, heard, done, warmed, taken = FakeTimer(), [], [], [], []
 
     def arm(name: str):
         def call(number: int) -> None:
@@ -155,7 +155,11 @@ def test_every_arm_runs_once_a_round_and_each_place_equally_often() -> None:
         rounds=8,
         seed=3,
         on_round=lambda *told: done.append(told),
+        on_warm=lambda name, calls: warmed.append((name, list(calls))),
+        on_samples=taken.append,
     )
+    assert warmed == [(name, [1.0] * 3) for name in "abc"]
+    assert [len(one["b"].wall_s) for one in taken] == list(range(1, 9)) and taken[-1] == found
     warm, rounds = heard[:9], heard[9:]
     assert warm == [(name, number) for name in "abc" for number in (8, 9, 10)]
     for number in range(8):

@@ -10,7 +10,7 @@ import pytest
 
 from clearway.errors import RequestError
 from clearway.measure.clock import Comparison
-from clearway.measure.record import SCHEMA, Record, append, read, to_line
+from clearway.measure.record import SCHEMA, Record, append, read, replace, to_line
 
 FULL = Record(
     scenario="embedded",
@@ -56,6 +56,15 @@ def test_a_line_is_one_line_of_strict_json() -> None:
     found = json.loads(text)
     assert found["throughput"] == {"p50_s": 0.5, "n": 3, "samples_s": [1.0, None]}
     assert found["comparisons"][0]["high"] is None
+
+
+def test_a_files_records_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "one.jsonl"
+    one, other = (Record(scenario="a", contender=name, provenance={}) for name in "bc")
+    replace(file, [one, other])
+    assert read(file) == [one, other]
+    replace(file, [other])
+    assert read(file) == [other] and list(file.parent.iterdir()) == [file]
 
 
 def test_a_line_left_unfinished_spoils_no_other(tmp_path: Path) -> None:

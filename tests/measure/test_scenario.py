@@ -101,3 +101,11 @@ def test_a_file_of_ones_own_is_read_and_a_wrong_one_explained(tmp_path: Path) ->
 def test_every_gives_those_named_or_all() -> None:
     assert [one.name for one in scenario.every(["ops", "embedded"])] == ["ops", "embedded"]
     assert [one.name for one in scenario.every()] == scenario.names()
+
+
+def test_networks_alone_are_called_several_times_a_round() -> None:
+    assert scenario.find("unet-sdxl").calls == scenario.find("vae-1024").calls == 10
+    assert scenario.find("sdxl-30").calls == 1
+    for wrong in ({"calls": 0, "what": "unet"}, {"calls": 2}, {"calls": 2, "what": "ops"}):
+        with pytest.raises(RequestError, match="calls a round"):
+            scenario.from_dict({"name": "a", **wrong}, "here")
