@@ -34,6 +34,14 @@ MKL's product is faster by more than that saves."""
 SPARE = 0.25
 """The part of all memory that packing leaves available."""
 
+_NEEDED = (
+    "_convolution_pointwise",
+    "_linear_pointwise",
+    "_reorder_convolution_weight",
+    "_reorder_linear_weight",
+    "_is_mkldnn_bf16_supported",
+    "_is_mkldnn_fp16_supported",
+)
 _ACTIVATIONS = {aten.silu.default: "swish", aten.gelu.default: "gelu"}
 _TOGETHER = {aten.add.Tensor: "add", aten.mul.Tensor: "mul"}
 
@@ -47,6 +55,8 @@ def able(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():  # type: ignore[no-untyped-call]
         return False
     ops = torch.ops.mkldnn
+    if not all(hasattr(ops, name) for name in _NEEDED):
+        return False
     if dtype == torch.bfloat16:
         return bool(ops._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
