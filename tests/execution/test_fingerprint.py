@@ -38,6 +38,27 @@ def test_it_holds_for_values_and_not_for_other_code_or_addresses() -> None:
         assert not before.holds()
 
 
+@pytest.mark.parametrize(
+    ("made", "name", "value"),
+    [
+        (nn.Conv2d(4, 4, 3, padding=1), "padding_mode", "circular"),
+        (nn.Conv2d(4, 4, 3, padding=1), "stride", (2, 2)),
+        (nn.GroupNorm(2, 4), "eps", 0.1),
+        (nn.GroupNorm(2, 4), "num_groups", 4),
+        (nn.LayerNorm(4), "eps", 0.1),
+        (nn.Upsample(scale_factor=2), "mode", "bilinear"),
+        (nn.GELU(), "approximate", "tanh"),
+    ],
+    ids=str,
+)
+def test_settings_of_torchs_own_modules_are_seen(made: nn.Module, name: str, value: object) -> None:
+    """Scripts set a convolution's padding for pictures that tile."""
+    before = Fingerprint(nn.Sequential(made))
+    assert before.holds()
+    setattr(made, name, value)
+    assert not before.holds()
+
+
 def test_settings_are_seen_in_modules_that_are_not_torchs() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -184,3 +205,19 @@ def test_scales_that_are_tensors_are_told_by_place() -> None:
     made[0].merged_adapters.append("style")
     states.append(found.adapters())
     assert states[0] == states[1] and len(set(states)) == 3
+
+
+def test_code_of_others_is_told_from_diffusers_and_the_classes_own() -> None:
+    from diffusers.models.attention_processor import Attention, AttnProcessor
+
+    class Counting(AttnProcessor):
+        pass
+
+    made = nn.Sequential(Attention(8, heads=1, dim_head=8), nn.Linear(8, 8))
+    made[1].forward = made[1].forward  # as Accelerate leaves it
+    assert Fingerprint(made).foreign is None
+    made[0].processor = Counting()
+    assert Fingerprint(made).foreign == "an attention processor (Counting)"
+    made[0].processor = AttnProcessor()
+    made[1].forward = lambda x: x
+    assert Fingerprint(made).foreign == "a forward of its Linear"

@@ -190,7 +190,8 @@ def test_a_change_of_the_module_is_never_missed(unet: Any, change: Callable[[Any
     change(unet)
     after = agrees(run, unet, inputs)
     assert (after - before).abs().max() > 1e-3
-    assert not run.reasons or change is freeu  # FreeU's filter writes into parts of a tensor
+    # FreeU's filter writes into parts of a tensor; others' code may do something else each time
+    assert not run.reasons or change in (freeu, processors, forward)
 
 
 def test_another_dtype_is_another_function(unet: Any) -> None:

@@ -460,3 +460,18 @@ def test_choices_that_do_not_exist(folders: dict[str, Path]) -> None:
         with pytest.raises(RequestError):
             apply(model, wrong)
     assert str(accelerate(nn.Linear(1, 1))).startswith("nothing here")
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_weights_read_under_inference_mode(folders: dict[str, Path], mode: Any) -> None:
+    """As where a whole program is decorated with it: such weights take no memory made outside of it."""
+    with torch.inference_mode():
+        unet = part(folders["sd1"], "unet")
+        given = inputs(unet, 2, 8, 8)
+        expected = unet(**given)[0]
+    with mode():
+        for _ in range(2):
+            accelerate(unet, packed_qkv=True)
+            close(unet(**given)[0], expected)
+            restore(unet)
+            assert torch.equal(unet(**given)[0], expected)

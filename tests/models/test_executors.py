@@ -118,6 +118,11 @@ def test_nothing_is_stale_whatever_changes_between_generations(pipe: Any, given:
     changed()
     pipe.vae.decoder.conv_in.weight.data.mul_(1.3)
     changed()
+    for part in (pipe.unet, pipe.vae):
+        for module in part.modules():
+            if isinstance(module, nn.Conv2d):
+                module.padding_mode = "circular"
+        changed()
     pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 4, 32
     pipe.vae.enable_tiling()
     changed()
@@ -137,6 +142,48 @@ def test_another_processor_or_an_adapter_is_captured_anew(pipe: Any, given: dict
     assert np.abs(second - first).max() > 1e-3
     report = accelerate(pipe, executor="cuda_graph")
     assert "its processor is Louder" in str(report)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["processor", "forward"])
+def test_code_of_others_runs_at_every_call(pipe: Any, given: dict[str, Any], what: str, late: bool) -> None:
+    """Some counts its calls: what edits attention for the first steps alone, or reuses steps."""
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    calls: list[int] = []
+
+    class Early(AttnProcessor2_0):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super().__call__(*args, **kwargs) * (2 if len(calls) < 3 else 1)
+
+    def put() -> None:
+        if what == "processor":
+            attention = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1
+            attention.set_processor(Early())
+            return
+        resnet = pipe.unet.mid_block.resnets[0]
+        theirs = resnet.forward
+
+        def early(*args: Any) -> Any:
+            calls.append(1)
+            return theirs(*args) * (2 if len(calls) < 3 else 1)
+
+        resnet.forward = early
+
+    given |= {"num_inference_steps": 4}
+    if not late:
+        put()
+    report = accelerate(pipe, executor="cuda_graph")
+    if late:
+        draw(pipe, given)
+        put()
+    calls.clear()
+    found = draw(pipe, given)
+    assert len(calls) == 4 and "is somebody's own code" in str(report)
+    calls.clear()
+    restore(pipe)
+    close(found, draw(pipe, given))
 
 
 @pytest.mark.parametrize("late", [False, True])

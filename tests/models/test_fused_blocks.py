@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from clearway.models import _fused_blocks
 from clearway.models._bound import Bound
@@ -196,3 +198,26 @@ def test_what_is_put_at_the_end_later_is_noticed(change: str) -> None:
         CHANGES[change](one)
     with torch.no_grad():
         torch.testing.assert_close(owner(X), twin(X), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [resnet, lambda: Upsample2D(8, use_conv=True)])
+@pytest.mark.parametrize("change", ["_conv_forward", "padding_mode"])
+def test_pictures_that_tile(make: Callable[[], Any], change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another padding of every convolution, set at the instance as scripts do it."""
+
+    def in_one_direction(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, columns = conv.padding
+        x = F.pad(F.pad(x, (columns, columns, 0, 0), mode="circular"), (0, 0, rows, rows))
+        return F.conv2d(x, weight, bias, conv.stride)
+
+    monkeypatch.setattr(_fused_blocks, "bias_is_a_pass", lambda x: True)
+    block = make().requires_grad_(False)
+    for conv in block.modules():
+        if isinstance(conv, nn.Conv2d):
+            if change == "padding_mode":
+                conv.padding_mode = "circular"
+            else:
+                conv._conv_forward = MethodType(in_one_direction, conv)
+    is_resnet = isinstance(block, ResnetBlock2D)
+    run = _fused_blocks.folded_resnet if is_resnet else _fused_blocks.upsample
+    agree(block, run, X, *([TEMB] if is_resnet else []), fused=is_resnet)

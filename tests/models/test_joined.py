@@ -3,7 +3,9 @@
 import copy
 import gc
 import weakref
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,3 +78,18 @@ def test_what_goes_together() -> None:
     assert not alike([*made, nn.Linear(6, 2).double()])
     made[0].register_forward_hook(lambda module, args, out: out)
     assert not ordinary(made[0])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_weights_made_under_inference_mode_stay_of_that_kind(mode: Any) -> None:
+    """With other memory a convolution or linear layer of theirs may not run any more."""
+    with torch.inference_mode():
+        made = layers()
+    assert alike(made) and not alike([*made, nn.Linear(6, 2)])
+    with mode():
+        whole = joined([layer.weight for layer in made])
+        assert whole.is_inference()
+        torch.testing.assert_close(made[1](torch.ones(6)), whole[3:8].sum(1) + made[1].bias)
+        unpack(made)
+        made[1](torch.ones(6))
+    assert all(layer.weight.is_inference() for layer in made)

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -77,8 +79,9 @@ def test_under_inference_mode() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", ["hook", "adapter", "moved", "loaded", "in place"])
-def test_what_changes_a_layer_is_seen(change: str) -> None:
+@pytest.mark.parametrize("temb", [TEMB, torch.randn(2, 12)], ids=["same", "another"])
+@pytest.mark.parametrize("change", ["hook", "adapter", "moved", "loaded", "in place", "swapped"])
+def test_what_changes_a_layer_is_seen(change: str, temb: Tensor) -> None:
     made = blocks()
     agree(made)
     layer = made[1].time_emb_proj
@@ -91,10 +94,37 @@ def test_what_changes_a_layer_is_seen(change: str) -> None:
     elif change == "loaded":
         other = ResnetBlock2D(in_channels=8, out_channels=8, temb_channels=12, groups=4)
         made[1].load_state_dict(other.state_dict(), strict=False)
+    elif change == "swapped":
+        layer.weight = nn.Parameter(torch.randn(8, 12))
+        layer.bias.data = torch.randn(8)
     else:
         layer.weight.mul_(3.0)
         made[1].conv1.bias.add_(1.0)
-    agree(made, torch.randn(2, 12))
+    agree(made, temb)
+
+
+def test_threads_at_different_steps_take_their_own() -> None:
+    made, apart = blocks(), list[float]()
+
+    @torch.no_grad()
+    def draw(seed: int) -> None:
+        temb = torch.randn(2, 12, generator=torch.Generator().manual_seed(seed))
+        right = [expected(block, temb, True) for block in made]
+        for _ in range(300):
+            for block, one in zip(made, right, strict=True):
+                apart.append(float((projected(block, temb, True) - one).abs().max()))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=draw, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(apart) == 4 * 300 * 3 and max(apart) < 1e-5
 
 
 @torch.no_grad()

@@ -99,6 +99,11 @@ class CudaGraph:
             return None, "hooks are at work in it that may move its weights (offloading, caching)"
         if module is not None and module.hooked(isinstance(self.module, nn.Module)):
             return None, "forward hooks are at work in it"
+        if module is not None and module.foreign:
+            return (
+                None,
+                f"{module.foreign} is somebody's own code, which a graph would not run at each call",
+            )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = self._key(leaves, tree, module)
         reason = self.pool.failed.get(key)

@@ -23,6 +23,12 @@ _CODE = ("forward", "processor", "_compiled_call_impl", "training")
 _ADAPTER_FACTS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora")
 """What PEFT's layers hold; a layer with one of the first or the fourth is taken for one."""
 
+_IDLE = (nn.Linear, nn.Dropout, nn.ModuleList, nn.Sequential, nn.SiLU, nn.Identity)
+"""Modules of torch's that read no settings in inference but which class they are and whether they train."""
+_DIFFUSERS = "diffusers.models."
+_OURS = "clearway."
+
+_NO_SETTINGS = (*_ADAPTER_FACTS, "training")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -55,6 +61,8 @@ class Fingerprint:
         settings = [found for one in modules for found in _settings(one)]
         self._set_of, self._set_by = [held for held, _, _ in settings], [read for _, read, _ in settings]
         self._set = [value for _, _, value in settings]
+        self.foreign = _foreign(modules)
+        """Whose code is in it that may do something else at each call, which a graph would leave out."""
         self._facts: list[Any] | None = None
         self._hash = ""
         self.moved = any(map(moves, self._vars))
@@ -122,18 +130,33 @@ def _fact(value: Any) -> Any:
 
 
 def _settings(module: nn.Module) -> list[tuple[dict[str, Any], itemgetter[Any], Any]]:
-    """(attributes, what reads the plain ones, their values) of a module that is not torch's, and of its
-    processor."""
+    """(attributes, what reads the plain ones, their values) of a module, and of its processor."""
     found = []
     for one in (module, vars(module).get("processor")):
         held = getattr(one, "__dict__", None)
-        if not held or type(one).__module__.partition(".")[0] == "torch":
+        if not held or type(one) in _IDLE:
             continue
-        names = [name for name, value in held.items() if name not in _ADAPTER_FACTS and _is_plain(value)]
+        names = [name for name, value in held.items() if name not in _NO_SETTINGS and _is_plain(value)]
         if names:
             read = itemgetter(*names)
             found.append((held, read, copy.deepcopy(read(held))))
     return found
+
+
+def _foreign(modules: list[nn.Module]) -> str | None:
+    """The first attention processor, or forward at an instance, that is neither Diffusers' nor ours.
+
+    Those that edit a prompt, keep what they saw or leave out steps count their calls.
+    """
+    for module in modules:
+        held = vars(module)
+        processor, forward = held.get("processor"), held.get("forward")
+        if processor is not None and not type(processor).__module__.startswith((_DIFFUSERS, _OURS)):
+            return f"an attention processor ({type(processor).__name__})"
+        own = getattr(forward, "__func__", None) is type(module).forward
+        if forward is not None and not own and not type(forward).__module__.startswith(_OURS):
+            return f"a forward of its {type(module).__name__}"
+    return None
 
 
 def _is_plain(value: object) -> bool:

@@ -106,6 +106,12 @@ class Flat:
             return None, None, "hooks are at work in it that may move its weights (offloading, caching)"
         if module is not None and module.hooked(isinstance(self.module, nn.Module)):
             return None, None, "forward hooks are at work in it"
+        if module is not None and module.foreign:
+            return (
+                None,
+                None,
+                f"{module.foreign} is somebody's own code, which would not run at each call",
+            )
         reason = self.pool.refused
         promised = _promises(args, kwargs, self.promised)
         key = self._key(leaves, tree, module, promised)

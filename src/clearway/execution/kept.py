@@ -24,12 +24,13 @@ Values = tuple[Tensor, ...]
 Sign = tuple[Any, ...]
 
 
-def _version(tensor: Tensor) -> int | None:
+def version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where nobody counts (made under inference_mode)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _sign(tensors: Sequence[Tensor]) -> Sign:
-    return tuple((id(t), _version(t), t.data_ptr(), t.dtype) for t in tensors)
+    return tuple((id(t), version(t), t.data_ptr(), t.dtype) for t in tensors)
 
 
 def _tracked(tensors: Sequence[Tensor]) -> bool:
@@ -82,14 +83,12 @@ class Kept:
             return compute()
         sign = _sign((source, *weights))
         for entry in self._entries:
-            if entry.source() is source:
-                if entry.sign == sign:
-                    return entry.values
-                self._entries.remove(entry)
-                break
+            if entry.source() is source and entry.sign == sign:
+                return entry.values
         values = compute()
-        del self._entries[: max(len(self._entries) + 1 - self.limit, 0)]
-        self._entries.append(_Entry(weakref.ref(source, self._drop), sign, values))
+        others = [entry for entry in self._entries if entry.source() is not source]
+        fresh = _Entry(weakref.ref(source, self._drop), sign, values)
+        self._entries = [*others, fresh][-self.limit :]  # a new list: another thread may be reading this one
         return values
 
     def _drop(self, gone: weakref.ref[Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from clearway.execution.kept import Kept
 from clearway.models._bound import needs_gradient
-from clearway.models._joined import joined, ordinary
+from clearway.models._joined import alike, joined, ordinary
 from clearway.ops.attention import attention
 
 
@@ -37,6 +37,7 @@ class Processor:
         self.promised, self.packed = promised, packed
         self.kept = Kept() if kept else None
         _listen()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _listen()
@@ -150,6 +151,6 @@ def refuse_packed(attn: Any) -> str | None:
         return "its keys come from elsewhere"
     if not all(ordinary(layer) for layer in layers):
         return "a projection is wrapped, quantised or hooked"
-    if len({(layer.weight.shape, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
-        return "its projections differ in shape"
+    if len({layer.weight.shape for layer in layers}) > 1 or not alike(layers):
+        return "its projections differ in shape, dtype or where they lie"
     return None

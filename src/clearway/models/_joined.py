@@ -7,6 +7,7 @@ the others, and the whole is made anew when it is next asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,12 +20,20 @@ def joined(parts: Sequence[nn.Parameter]) -> Tensor:
     """The whole of some parameters along their first axis, of which each is a view from then on."""
     first = parts[0].data
     if not _side_by_side(parts):
-        with torch.inference_mode(False), torch.no_grad():
+        with kind_of(parts[0]), torch.no_grad():
             first = torch.cat([part.data for part in parts])
             for part, view in zip(parts, torch.split(first, [len(part) for part in parts]), strict=True):
                 part.data = view
     rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def kind_of(weight: Tensor) -> AbstractContextManager[Any]:
+    """The mode in which a weight was made, for what becomes its memory.
+
+    An inference tensor has no version; with other memory no convolution takes it any more.
+    """
+    return torch.inference_mode(weight.is_inference())
 
 
 def _side_by_side(parts: Sequence[nn.Parameter]) -> bool:
@@ -46,13 +55,16 @@ def ordinary(layer: Any) -> bool:
 
 
 def alike(layers: Sequence[Any]) -> bool:
-    """Whether ordinary layers go together: one input, one dtype, one device, all with a bias or none."""
+    """Whether ordinary layers go together: one input, one dtype, one device, all with a bias or none, all made
+    in one mode."""
     first = layers[0]
     return all(
         layer.in_features == first.in_features
         and layer.weight.dtype == first.weight.dtype
         and layer.weight.device == first.weight.device
         and (layer.bias is None) == (first.bias is None)
+        and layer.weight.is_inference() == first.weight.is_inference()
+        and (first.bias is None or layer.bias.is_inference() == first.bias.is_inference())
         for layer in layers
     )
 
@@ -62,4 +74,5 @@ def unpack(layers: Sequence[Any]) -> None:
     for layer in layers:
         for parameter in getattr(layer, "base_layer", layer).parameters(recurse=False):
             if parameter.data.untyped_storage().nbytes() != parameter.data.nbytes:
-                parameter.data = parameter.data.clone()
+                with kind_of(parameter):
+                    parameter.data = parameter.data.clone()

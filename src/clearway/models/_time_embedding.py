@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clearway.execution.kept import version
 from clearway.models._bound import plain, plain_weight
 from clearway.models._joined import alike, joined, ordinary, unpack
 
@@ -24,35 +26,47 @@ MARK = "_clearway_time_embedding"
 """Where a residual block holds (Projections, its number)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """What was computed last: of which embedding, how, and with which weights of each block."""
+
+    of: weakref.ref[Tensor]
+    how: tuple[Any, ...]
+    signs: list[tuple[Any, ...] | None]
+    made: tuple[Tensor, ...]
+
+
 class Projections:
     """What `blocks` (ResnetBlock2D) add of a time embedding; copied with them, without what it holds."""
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = list(blocks)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._of: weakref.ref[Tensor] | None = None
-        self._sign: tuple[Any, ...] = ()
-        self._made: tuple[Tensor, ...] = ()
+        self._kept: _Kept | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_of": None, "_sign": (), "_made": ()}
+        return self.__dict__ | {"_kept": None}
 
     def get(self, number: int, temb: Tensor, folded: bool) -> Tensor | None:
         """(B, C) for block `number`, with its convolution's bias where `folded`.
 
         None where a layer may not be computed without being called (an adapter, a hook).
         """
-        layers = [block.time_emb_proj for block in self.blocks]
-        sign = (None if temb.is_inference() else temb._version, folded, torch.is_inference_mode_enabled())
-        if self._of is None or self._of() is not temb or self._sign != sign or not self._made:
+        kept = self._kept  # read once: another thread may be at another step
+        how = (version(temb), folded, torch.is_inference_mode_enabled())
+        if (
+            kept is None
+            or kept.of() is not temb
+            or kept.how != how
+            or kept.signs[number] != _sign(self.blocks[number], folded)
+        ):
+            layers = [block.time_emb_proj for block in self.blocks]
             if not self._ready(layers, folded):
-                self._forget()
+                self._kept = None
                 return None
             made = self._computed(layers, temb, folded)
-            self._of, self._sign, self._made = weakref.ref(temb), sign, made
-        return self._made[number]
+            signs = [_sign(block, folded) for block in self.blocks]  # after, since joining moves weights
+            self._kept = kept = _Kept(weakref.ref(temb), how, signs, made)
+        return kept.made[number]
 
     def _ready(self, layers: list[Any], folded: bool) -> bool:
         whole = all(map(ordinary, layers)) and alike(layers)
@@ -75,6 +89,15 @@ class Projections:
         whole = F.linear(F.silu(temb), weight, bias)
         made: tuple[Tensor, ...] = torch.split(whole, [layer.out_features for layer in layers], -1)
         return made
+
+
+def _sign(block: Any, folded: bool) -> tuple[Any, ...] | None:
+    """What tells whether a block's own projection is what it was; None where it must be called."""
+    layer = block.time_emb_proj
+    if not ordinary(layer):
+        return None
+    read = (layer.weight, layer.bias, block.conv1.bias if folded else None)
+    return tuple((id(one), version(one), one.data_ptr()) for one in read if one is not None)
 
 
 def refuse(block: Any) -> str | None:

@@ -302,10 +302,11 @@ def _channels_last(label: str, part: nn.Module, report: Report) -> None:
             if not plain_weight(weight) or weight.is_meta:
                 report.leave("its weight is quantised, of a class of its own or offloaded", name)
                 continue
-            laid_out = weight.data.contiguous(memory_format=torch.channels_last)
-            if laid_out.stride() != weight.stride():
-                strides[key] = weight.stride()
-                weight.data = laid_out
+            with _joined.kind_of(weight):
+                laid_out = weight.data.contiguous(memory_format=torch.channels_last)
+                if laid_out.stride() != weight.stride():
+                    strides[key] = weight.stride()
+                    weight.data = laid_out
         if strides:
             module.__dict__[_STRIDES] = strides
             report.place("channels_last", name)
@@ -336,8 +337,9 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
     for key, stride in held.pop(_STRIDES, {}).items():
         weight = module._parameters.get(key)
         if weight is not None and weight.dim() == len(stride):
-            data = torch.empty_strided(weight.shape, stride, dtype=weight.dtype, device=weight.device)
-            weight.data = data.copy_(weight.data)
+            with _joined.kind_of(weight):
+                data = torch.empty_strided(weight.shape, stride, dtype=weight.dtype, device=weight.device)
+                weight.data = data.copy_(weight.data)
 
 
 def _wrapped(module: nn.Module) -> Bound | None:
