@@ -17,6 +17,7 @@ from clearway.execution.executor import CudaGraph, Pool, TorchCapture
 from clearway.models import Model
 from clearway.prompt import plan
 from fake_capture import Recorder
+from never_waits import never_waits
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +179,8 @@ def test_on_a_device_a_graph_encodes_without_waiting(family: str, tmp_path: Any)
     for prompt in PROMPTS:
         plain = encode(plan(prompt, "blurry"), model, width=64, height=64)
         encode(plan(prompt, "blurry"), model, width=64, height=64, run=run)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with never_waits():
             made = encode(plan(prompt, "blurry"), model, width=64, height=64, run=run)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for mine, theirs in zip(made, plain, strict=True):
             torch.testing.assert_close(mine.at(0).context, theirs.at(0).context, rtol=1e-3, atol=1e-3)
     for encoder in run.made.values():

@@ -14,6 +14,7 @@ from torch import nn
 from clearway import Request, generate, sampling
 from clearway.models import load
 from clearway.models.accelerate import accelerate, restore
+from never_waits import never_waits
 from pipelines import draw, image_adapter, pipeline
 
 pytestmark = [
@@ -116,13 +117,10 @@ def test_replays_never_wait_for_the_device(folders: dict[str, Path], mode: Any) 
         timesteps = [7, 7.0, torch.tensor(7, device="cuda"), torch.tensor(7.0)]
         for timestep in timesteps:
             unet(x, timestep, encoder_hidden_states=context)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with never_waits():
             for timestep in timesteps:
                 for _ in range(3):
                     unet(x, timestep, encoder_hidden_states=context)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M SDE"])
@@ -135,11 +133,8 @@ def test_the_loop_of_clearways_own_pipeline_never_waits(
     whole = sampling.sample
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with never_waits():
             return whole(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(sampling, "sample", watched)
     drawn = generate(request, model)

@@ -386,6 +386,8 @@ class Run:
         if entry.arm is None or entry.samples is None or self.scenario.what == "text":
             return
         likely = (entry.prepare_s or 0.0) + (entry.first_s or 0.0)
+        if entry.arm.intended().get("compiled_by_an_earlier_scenario"):
+            return  # how long it took to get ready, and would at another size, was seen there
         if self.left() < 1.5 * likely or likely > self.plan.new_size_s:
             return
         arm = entry.arm
