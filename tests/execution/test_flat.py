@@ -424,3 +424,26 @@ def test_every_pair_of_changes_in_a_row(unet: Any) -> None:
         second(unet)
         agrees(run, unet, inputs)
     assert isinstance(run, Flat) and not run.reasons
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("named", [False, True])
+def test_arguments_that_are_one_tensor_or_a_weight(mode: Any, named: bool) -> None:
+    """A recording of (x, x) does not stand for (x, y)."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+            return (self.layer(x) + 2 * self.layer(y),)
+
+    module = Two().requires_grad_(False)
+    run, w = flat_of(module), module.layer.weight
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with mode():
+        for one, other in [(x, x), (x, y), (y, x), (w, x), (x, w), (y, x), (w, w), (y, y), (x.detach(), x)]:
+            found = run(one, y=other) if named else run(one, other)
+            torch.testing.assert_close(found[0], module(one, other)[0])
+    assert not run.reasons

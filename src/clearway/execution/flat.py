@@ -139,9 +139,19 @@ class Flat:
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
         )
         how = contract.route_key(), machine.switches(), torch.get_num_threads(), tuple(promised)
+        how = *how, torch.get_default_dtype(), self._same(leaves)
         allowed = torch._C._get_mkldnn_enabled()
         adapters = "" if module is None else module.adapters()
         return self.key() if callable(self.key) else self.key, str(tree), signs, adapters, how, allowed
+
+    def _same(self, leaves: list[Any]) -> tuple[int, ...]:
+        """Which tensors among the arguments are one object, or a weight: recorded, they are one value."""
+        weights, first = self.pool.numbers, dict[int, int]()
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(
+            weights.get(id(tensor)) or first.setdefault(id(tensor), number)
+            for number, tensor in enumerate(tensors)
+        )
 
     def _record(
         self, leaves: list[Any], tree: Any, promised: list[bool]
@@ -222,6 +232,8 @@ class Functions:
     evicted: int = 0
     wasted: int = 0
     weights: list[Tensor] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    """By id, -1 for the first weight, -2 for the second, ..."""
     refused: str | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
     _module: Fingerprint | None = None
@@ -244,6 +256,7 @@ class Functions:
         self._module = Fingerprint(owner)
         self._adapters = self._module.adapters()
         self.weights = [*owner.parameters(), *owner.buffers()]
+        self.numbers = {id(weight): -number for number, weight in enumerate(self.weights, 1)}
         self.refused = unchanged.refuse(self.weights) or _refuse_weights(self.weights)
         self._unchanged = unchanged.Unchanged(self.weights) if self.refused is None else None
         return self._module
