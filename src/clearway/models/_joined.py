@@ -55,8 +55,8 @@ def ordinary(layer: Any) -> bool:
 
 
 def alike(layers: Sequence[Any]) -> bool:
-    """Whether ordinary layers go together: one input, dtype and device, made in one mode, all with a bias or
-    none."""
+    """Whether ordinary layers go together: of one input, dtype, device and mode (inference or not), all with
+    a bias or none."""
     first = layers[0]
     return all(
         layer.in_features == first.in_features
