@@ -475,3 +475,17 @@ def test_weights_read_under_inference_mode(folders: dict[str, Path], mode: Any) 
             close(unet(**given)[0], expected)
             restore(unet)
             assert torch.equal(unet(**given)[0], expected)
+
+
+def test_a_compiler_sees_all_of_it_as_one_graph(unets: dict[str, Any]) -> None:
+    """Where tensors lie, and in which mode they were made, it cannot see."""
+    unet = copy.deepcopy(unets["sd1"]).requires_grad_(False)
+    accelerate(unet, packed_qkv=True)
+    torch.compiler.reset()
+    compiled = torch.compile(unet, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for seed in range(2):
+            given = inputs(unet, 2, 8, 8, seed)
+            unet(**given)  # with weights joined
+            close(compiled(**given)[0], copy_of(unet)(**given)[0])
+    torch.compiler.reset()

@@ -138,11 +138,11 @@ class Flat:
         signs = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
         )
-        how = contract.route_key(), machine.switches(), torch.get_num_threads(), tuple(promised)
-        how = *how, torch.get_default_dtype(), self._same(leaves)
+        how = contract.route_key(), machine.switches(), torch.get_num_threads(), torch.get_default_dtype()
+        given = tuple(promised), self._same(leaves)
         allowed = torch._C._get_mkldnn_enabled()
         adapters = "" if module is None else module.adapters()
-        return self.key() if callable(self.key) else self.key, str(tree), signs, adapters, how, allowed
+        return self.key() if callable(self.key) else self.key, str(tree), signs, given, adapters, how, allowed
 
     def _same(self, leaves: list[Any]) -> tuple[int, ...]:
         """Which tensors among the arguments are one object, or a weight: recorded, they are one value."""

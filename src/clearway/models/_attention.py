@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -84,7 +85,8 @@ class Processor:
     def _projected(self, attn: Any, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (B, L, N E) each."""
         if context is None:
-            if self.packed and refuse_packed(attn) is None:
+            # a compiler cannot see where weights lie
+            if self.packed and not torch.compiler.is_compiling() and refuse_packed(attn) is None:
                 weight, bias = self._packed(attn)
                 q, k, v = F.linear(x, weight, bias).chunk(3, dim=-1)
                 return q, k, v

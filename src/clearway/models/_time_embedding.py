@@ -127,7 +127,7 @@ def take_away(block: Any) -> None:
 def projected(block: Any, temb: Tensor, folded: bool) -> Tensor | None:
     """What the block adds to its image (B, C): of all blocks together, where that is in place and goes."""
     held = block.__dict__.get(MARK)
-    if held is not None:
+    if held is not None and not torch.compiler.is_compiling():  # which cannot see who holds a tensor
         projections, number = held
         if projections.blocks[number] is block:
             found: Tensor | None = projections.get(number, temb, folded)
