@@ -35,6 +35,20 @@ def test_paths_names_and_what_is_chosen(
     assert load(".", device="cpu").name == "tiny-sd1"
 
 
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_weights_are_ordinary_in_any_mode(
+    folders: dict[str, Path], files: dict[str, Path], kind: str
+) -> None:
+    """Executors refuse weights without versions; a program may run under inference_mode as a whole, and
+    `generate` does while it loads the model that it was given by name."""
+    source = {"folder": folders, "file": files}[kind]["sd1"]
+    with torch.inference_mode():
+        model = load(source, device="cpu")
+    parts = (model.unet, model.vae, *model.text_encoders)
+    weights = [weight for part in parts for weight in (*part.parameters(), *part.buffers())]
+    assert weights and not any(weight.is_inference() for weight in weights)
+
+
 def test_existing_paths_are_never_hub_ids(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("asked the hub"))
     place = folders["sd1"].parent

@@ -59,7 +59,10 @@ def load(
         read = load_folder if os.path.isfile(path / INDEX) else load_file
 
         def read_to(device: Device) -> Model:
-            return read(path, name=name, device=device, precision=dtypes, allow_pickle=allow_pickle)
+            import torch
+
+            with torch.inference_mode(False):  # what is made in it has no version: no change would be noticed
+                return read(path, name=name, device=device, precision=dtypes, allow_pickle=allow_pickle)
 
         model = _read_where_it_fits(read_to, where, memory_limit_bytes)
     notes = (*map(escaped, notes), *model.notes)
