@@ -63,6 +63,14 @@ def test_switches_are_read_whoever_set_them() -> None:
     assert device.switches() == before
 
 
+def test_somebodys_attention_in_place_of_pytorchs_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = device.switches()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *given: given[2])
+    assert device.switches() != before
+    monkeypatch.undo()
+    assert device.switches() == before
+
+
 def test_noise_is_made_on_the_cpu_for_mps() -> None:
     assert device.noise_device(device.Device("mps"), "GPU") == "cpu"
     assert device.noise_device(device.Device("cuda", 1), "GPU") == "cuda:1"

@@ -322,7 +322,8 @@ def tf32(device: Device, allowed: bool) -> Iterator[None]:
 
 
 def switches() -> tuple[bool, ...]:
-    """PyTorch's own switches that decide which kernels run: TF32, determinism, cuDNN, attention's backends.
+    """What of PyTorch decides which kernels run: TF32, determinism, cuDNN, attention's backends, and whether
+    its attention is its own (others put theirs in its place).
 
     A captured graph has them baked in. About 10 µs.
     """
@@ -341,6 +342,7 @@ def switches() -> tuple[bool, ...]:
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
+        torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention,
     )
 
 

@@ -150,6 +150,18 @@ def test_another_class_or_an_enumeration_is_seen() -> None:
     assert not before.holds()
 
 
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_hooks_at_all_modules_are_seen(kind: str) -> None:
+    first = Fingerprint(module())
+    assert not first.hooked()
+    hook = getattr(nn.modules.module, f"register_module_forward_{kind}")(lambda *_: None)
+    try:
+        assert first.hooked() and first.hooked(itself=False)
+    finally:
+        hook.remove()
+    assert not first.hooked()
+
+
 def test_hooks_of_the_module_itself_count_where_it_is_called() -> None:
     made = module()
     found = Fingerprint(made)

@@ -92,7 +92,7 @@ def test_what_is_set_afterwards_is_captured_anew() -> None:
                 change()
                 agree(model, given)
                 agree(model, given)
-                assert recorder.captures == number
+                assert recorder.captures == min(number, 4)  # a class of somebody's own is not captured
             finally:
                 if number > 2:
                     registry._active_backend = before
