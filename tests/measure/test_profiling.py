@@ -124,6 +124,27 @@ def test_totals_are_of_unprofiled_runs_and_the_overhead_is_told(
     assert (found.result.seeds, found.request.steps) == ((7,), 4)
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_is_made_ready_by_size_is_made_before_the_measured_runs(
+    model: Model, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plain:
+        monkeypatch.setenv("CLEARWAY_PLAIN", "1")
+    else:
+        monkeypatch.delenv("CLEARWAY_PLAIN", raising=False)
+    sizes = []
+
+    def draw(request: Request, model: Model, on_event: object) -> object:
+        sizes.append((request.width, request.height))
+        return generate(request, model, on_event)
+
+    subject = profiler(model)
+    subject.draw = draw
+    subject.profile(dataclasses.replace(REQUEST, width=128, steps=2))
+    assert sizes[0] == ((64, 64) if plain else (128, 64))
+    assert set(sizes[1:]) == {(128, 64)}
+
+
 def test_a_long_generation_is_shortened_and_scaled(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = Ticking()
     plant("unet.conv_in", model, timer, monkeypatch, seconds=3.9)

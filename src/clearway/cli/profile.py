@@ -144,13 +144,14 @@ def _about(found: Profile, model: Model, ceilings: Any, load_ms: float) -> dict[
     from clearway.measure.provenance import provenance
 
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    machine = Machine(model.device.kind, cores, torch.get_num_threads(), ceilings, model.choices.executor)
+    choices = found.result.choices  # those of the device or of `select` where the model has none of its own
+    machine = Machine(model.device.kind, cores, torch.get_num_threads(), ceilings, choices.executor)
     precision = {name: getattr(model.precision, name) for name in model.precision.__slots__}
     rows = [asdict(row) | {"ms": row.ms} for row in found.rows]
     dtypes = sorted({row.dtype for row in found.rows if row.tflop_per_s is not None})
     heaviest = max(found.calls_ms, key=lambda part: sum(found.calls_ms[part]), default="unet")
     return {
-        "provenance": provenance(model.device, precision=precision, choices=asdict(model.choices)),
+        "provenance": provenance(model.device, precision=precision, choices=asdict(choices)),
         "model": {"name": model.name, "hash": model.hash, "family": model.family.name},
         "device": str(model.device),
         "request": found.request.as_dict(),

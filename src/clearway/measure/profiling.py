@@ -21,6 +21,7 @@ from clearway.measure.counts import counting
 from clearway.measure.inside import Inner, inner
 from clearway.measure.rows import Row, row_name, rows, without
 from clearway.measure.stages import CALL, RUN, Recorder, listening, parts
+from clearway.models import chosen
 from clearway.types import Event, PicturesDone, StageDone
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class Profiler:
         before = compiler()
         load = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
         first = replace(request, steps=1, count=1)
-        if self.model.device.kind == "cpu":  # elsewhere kernels are chosen by size, at first sight of it
+        if (
+            self.model.device.kind == "cpu" and chosen.plain()
+        ):  # else made ready by size, at first sight of it
             first = replace(first, width=64, height=64)
         first_ms, _, _ = self._plain(first, keep=None)
         whole_ms, stage_ms, result = self._plain(request, keep=True)
@@ -138,7 +141,7 @@ class Profiler:
             self._listened(replace(request, steps=1, count=1), again, inside=True)
             made.inside = self._modules(made, [inside, again], counted)
         made.compiler = {name: count - before.get(name, 0) for name, count in compiler().items()}
-        made.graphs = graphs(self.model, result.routes)
+        made.graphs = graphs(replace(self.model, choices=result.choices), result.routes)
         made.runs = {"generation": stages, "modules": inside}
         return made
 
@@ -240,6 +243,8 @@ def graphs(model: Model, routes: Mapping[str, int]) -> dict[str, int]:
     for part, root in parts(model).items():
         built = vars(root).get("_clearway_built")
         for held in getattr(built, "held", {}).values():
+            if not hasattr(held, "captured"):  # recorded calls, not graphs
+                continue
             for name in ("captured", "evicted"):
                 if count := int(getattr(held, name, 0)):
                     found[f"{part} {name}"] = found.get(f"{part} {name}", 0) + count
