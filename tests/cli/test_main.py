@@ -74,3 +74,23 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         main([*([name] if name else []), "--help"])
     assert stop.value.code == 0
     assert "usage: clearway" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["generate", "x", "--sheduler", "Karras"],
+            ("clearway generate; nearest: --schedule", "generate --help"),
+        ),
+        (["x", "--sheduler=Karras"], ("'--sheduler=Karras' is not understood by clearway generate",)),
+        (["samplers", "--jsn"], ("clearway samplers; nearest: --json", "clearway samplers --help")),
+        (["doctor", "well"], ("'well' is not understood by clearway doctor (see",)),
+    ],
+)
+def test_what_is_not_understood_is_told_of_the_command_it_was_said_to(
+    given: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and all(word in err for word in words), err

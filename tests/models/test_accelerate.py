@@ -445,6 +445,7 @@ def test_choices_on_a_model_draw_the_same_picture(folders: dict[str, Path], fami
     ("call", "words"),
     [
         (lambda: accelerate(nn.Linear(1, 1), ("atention",)), "nearest: 'attention'"),
+        (lambda: accelerate(nn.Linear(1, 1), "atention"), "op 'atention' cannot"),
         (lambda: accelerate(nn.Linear(1, 1), layout="nhwc"), "contiguous, channels_last"),
         (lambda: accelerate(object()), "a Diffusers pipeline, a module or a Model"),
     ],

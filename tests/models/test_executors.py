@@ -386,7 +386,7 @@ def test_training_gradients_and_autocast_take_the_classes_way(pipe: Any) -> None
         "a gradient is needed",
         "torch.autocast is at work",
     }
-    assert "eagerly 1 times: torch.autocast is at work" in str(report)
+    assert "eagerly once: torch.autocast is at work" in str(report)
 
 
 def test_the_automatic_choice_is_eager_on_a_cpu(pipe: Any, given: dict[str, Any]) -> None:

@@ -183,6 +183,12 @@ def test_what_does_not_fit_the_device_at_once_stays_on_the_host(
     )
 
 
+def test_a_limit_that_limits_nothing_is_noted(folders: dict[str, Path]) -> None:
+    found = load(folders["sd1"], device="cpu", memory_limit_bytes=2**30).notes
+    assert found == (*load(folders["sd1"], device="cpu").notes, found[-1])
+    assert found[-1] == "the memory limit is for CUDA devices: on cpu nothing is limited by it"
+
+
 def test_another_want_of_memory_is_not_taken_for_the_devices(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,6 @@ def test_what_ran_is_told_as_it_happens() -> None:
     assert report.reasons() == {"unet": {"torch.autocast is at work": 1}}
     assert str(report).splitlines() == [
         "unet ran 3 times by cuda_graph",
-        "unet ran 1 times by eager",
-        "unet ran eagerly 1 times: torch.autocast is at work",
+        "unet ran once by eager",
+        "unet ran eagerly once: torch.autocast is at work",
     ]

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from clearway import __version__
 from clearway.cli import bench, doctor, generate, info, models, ops, profile, report, samplers, select, warmup
@@ -32,6 +32,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message} (see: {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What argparse gives; what is left over is an error here, of the command that it was said to."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            near = difflib.get_close_matches(left[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            self.error(f"{' '.join(left)!r:.80} is not understood by {self.prog}{hint}")
+        return found, left
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -18,11 +18,11 @@ class Ran:
     def sentences(self, part: str) -> list[str]:
         """One for each executor that ran, one for each reason."""
         told = [
-            f"{part} ran {count} times by {key.rpartition('/')[2]}"
+            f"{part} ran {_times(count)} by {key.rpartition('/')[2]}"
             for key, count in self.calls.items()
             if count
         ]
-        return told + [f"{part} ran eagerly {count} times: {why}" for why, count in self.reasons.items()]
+        return told + [f"{part} ran eagerly {_times(count)}: {why}" for why, count in self.reasons.items()]
 
 
 @dataclass
@@ -53,6 +53,10 @@ class Report:
         lines += [f"left alone, {reason}: {_named(names)}" for reason, names in self.left.items()]
         lines += [line for part, ran in self.ran.items() for line in ran.sentences(part)]
         return "\n".join(lines) or "nothing here that an op is put in place of"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _named(names: list[str]) -> str:

@@ -81,7 +81,7 @@ def accelerate(
     of three in self-attention, None where the part is on a CUDA device. Raises RequestError for a target, op,
     executor or layout that is none of these.
     """
-    chosen = tuple(ops)
+    chosen = (ops,) if isinstance(ops, str) else tuple(ops)
     for name in chosen:
         if name not in EVERY:
             raise RequestError(f"op {name!r} cannot be put in place; nearest: {nearest(name, EVERY)}")

@@ -34,8 +34,9 @@ def load(
     name of a model in a CLEARWAY_MODELS folder, or a hub id "owner/name". `device` and `precision` are chosen
     for the machine where they are None. Pickles are refused unless `allow_pickle`, and then only tensors are
     taken out of them. On CUDA the model is loaded and drawn with as if the device had `memory_limit_bytes`;
-    what does not fit at once stays in host memory. Raises RequestError for what is not there or is no usable
-    model, UnavailableError where memory does not suffice or the hub cannot be reached.
+    what does not fit at once stays in host memory; elsewhere a note says that nothing is limited. Raises
+    RequestError for what is not there or is no usable model, UnavailableError where memory does not suffice
+    or the hub cannot be reached.
     """
     text = str(source)
     where = device if isinstance(device, Device) else machine.pick(device)
@@ -66,6 +67,8 @@ def load(
 
         model = _read_where_it_fits(read_to, where, memory_limit_bytes)
     notes = (*map(escaped, notes), *model.notes)
+    if memory_limit_bytes is not None and where.kind != "cuda":
+        notes += (f"the memory limit is for CUDA devices: on {where.kind} nothing is limited by it",)
     return replace(model, notes=notes, memory_limit_bytes=memory_limit_bytes)
 
 
