@@ -80,11 +80,11 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     ("given", "words"),
     [
         (
-            ["generate", "x", "--sheduler", "Karras"],
+            ["generate", "x", "--schedules", "Karras"],
             ("clearway generate; nearest: --schedule", "generate --help"),
         ),
-        (["x", "--sheduler=Karras"], ("'--sheduler=Karras' is not understood by clearway generate",)),
-        (["samplers", "--jsn"], ("clearway samplers; nearest: --json", "clearway samplers --help")),
+        (["x", "--schedules=Karras"], ("'--schedules=Karras' is not understood by clearway generate",)),
+        (["samplers", "--jsons"], ("clearway samplers; nearest: --json", "clearway samplers --help")),
         (["doctor", "well"], ("'well' is not understood by clearway doctor (see",)),
     ],
 )
