@@ -52,7 +52,7 @@ def test_it_says_what_it_cost_and_what_ran(model: Model) -> None:
     for one in made.sizes:
         assert one.seconds.keys() >= {"text", "sampling", "vae", "encode"}
         assert all(value >= 0 for value in one.seconds.values()) and one.total_s > 0
-        assert one.routes["unet/eager"] == STEPS and one.routes["vae/eager"] == 2
+        assert one.routes["unet/flat"] == STEPS and one.routes["vae/flat"] == 2
     assert sum(one.total_s for one in made.sizes) <= made.total_s
     assert made.notes == () and made.as_dict()["sizes"][1]["height"] == 72
 
