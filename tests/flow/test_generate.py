@@ -411,6 +411,7 @@ def test_on_a_device_nothing_waits_from_the_words_to_the_last_step(
     assert set(result.timings_ms) == {"prompt", "text", "schedule", "noise", "sampling", "vae"}
 
 
+@chosen.plainly()  # a recording samples the memory for itself
 def test_a_memory_budget_that_decided_is_written_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the budget refused an implementation the picture carries it; elsewhere it does not."""
     from clearway.ops import budget
