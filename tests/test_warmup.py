@@ -38,9 +38,7 @@ def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
 
 
 def counts(model: Model) -> list[int]:
-    return [
-        pool.captured for module in (model.unet, model.vae, *model.text_encoders) for pool in pools(module)
-    ]
+    return [pool.made for module in (model.unet, model.vae, *model.text_encoders) for pool in pools(module)]
 
 
 def test_it_says_what_it_cost_and_what_ran(model: Model) -> None:

@@ -138,14 +138,14 @@ def test_one_captured_graph_encodes_every_prompt(
     for number, (part, encoder) in enumerate(run.made.items()):
         assert part == ("text_encoder", "text_encoder_2")[number]
         assert set(encoder.routes) == {f"{part}/cuda_graph"} and not encoder.reasons
-        assert (encoder.pool.captured, encoder.pool.evicted) == (1, 0)
+        assert (encoder.pool.made, encoder.pool.evicted) == (1, 0)
 
 
 def test_a_graph_keeps_only_what_is_read(sdxl: Model) -> None:
     run = Captured()
     encode(plan("x", ""), sdxl, width=64, height=64, run=run)
     for encoder, (part, executor) in zip(sdxl.text_encoders, run.made.items(), strict=True):
-        (graph,) = executor.pool.graphs.values()
+        (graph,) = executor.pool.held.values()
         hidden, pooled = graph.output
         assert hidden.shape == (1, 77, encoder.config.hidden_size)
         assert (pooled is None) == (part == "text_encoder")
@@ -156,7 +156,7 @@ def test_layers_have_graphs_of_their_own(sd1: Model) -> None:
     for clip_skip in (1, 2, 1):
         both = encode(plan("x", ""), sd1, width=64, height=64, clip_skip=clip_skip, run=run)
         found.append(both[0].at(0).context)
-    assert run.pools["text_encoder"].captured == 2
+    assert run.pools["text_encoder"].made == 2
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
@@ -184,4 +184,4 @@ def test_on_a_device_a_graph_encodes_without_waiting(family: str, tmp_path: Any)
         for mine, theirs in zip(made, plain, strict=True):
             torch.testing.assert_close(mine.at(0).context, theirs.at(0).context, rtol=1e-3, atol=1e-3)
     for encoder in run.made.values():
-        assert encoder.pool.captured == 1 and not encoder.reasons
+        assert encoder.pool.made == 1 and not encoder.reasons

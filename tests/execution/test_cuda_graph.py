@@ -71,7 +71,7 @@ def test_replays_follow_every_input_and_outputs_are_the_callers(network: Network
     agree(run, network, x, context)
     agree(run, network, x, torch.randn(2, 4))
     assert run.routes == {"unet/cuda_graph": 4}
-    assert (run.pool.captured, run.pool.backend.captures) == (1, 1)
+    assert (run.pool.made, run.pool.backend.captures) == (1, 1)
 
 
 def test_what_is_kept_is_computed_for_another_context_alone(network: Network) -> None:
@@ -125,7 +125,7 @@ def test_another_key_is_another_graph(network: Network, change: str) -> None:
     else:
         with torch.no_grad():
             run(x, context=context)
-    assert pool.captured == 2
+    assert pool.made == 2
 
 
 def test_weights_in_place_are_seen_and_moved_ones_make_it_stale(network: Network) -> None:
@@ -134,13 +134,13 @@ def test_weights_in_place_are_seen_and_moved_ones_make_it_stale(network: Network
     agree(run, network, x, context)
     network.inner.weight.mul_(2)
     agree(run, network, x, context)
-    assert run.pool.captured == 1
+    assert run.pool.made == 1
     network.inner.weight.data = torch.randn(8, 4)
     agree(run, network, x, context)
     agree(run, network, x, context)
     network.inner = nn.Linear(4, 8, bias=False).requires_grad_(False)  # as an adapter that wraps it
     agree(run, network, x, context)
-    assert (run.pool.captured, len(run.pool.graphs)) == (3, 1)
+    assert (run.pool.made, len(run.pool.held)) == (3, 1)
 
 
 def test_adapters_have_graphs_of_their_own(network: Network) -> None:
@@ -149,7 +149,7 @@ def test_adapters_have_graphs_of_their_own(network: Network) -> None:
     for scale in (1.0, 0.5, 1.0):
         network.inner.scaling = {"style": scale}
         run(x, context=context)
-    assert (run.pool.captured, len(run.pool.graphs)) == (2, 2)
+    assert (run.pool.made, len(run.pool.held)) == (2, 2)
 
 
 def test_the_least_recently_used_goes(network: Network) -> None:
@@ -157,27 +157,27 @@ def test_the_least_recently_used_goes(network: Network) -> None:
     inputs = {rows: (torch.randn(rows, 4), torch.randn(rows, 4)) for rows in (1, 2, 3)}
     for rows in (1, 2, 1, 3, 1):
         agree(run, network, *inputs[rows])
-    assert (run.pool.captured, run.pool.evicted, len(run.pool.graphs)) == (3, 1, 2)
+    assert (run.pool.made, run.pool.evicted, len(run.pool.held)) == (3, 1, 2)
     agree(run, network, *inputs[2])
-    assert run.pool.captured == 4
+    assert run.pool.made == 4
 
 
 def test_a_graph_goes_where_memory_would_be_decided_otherwise(network: Network) -> None:
     run = executor(network)
     x, context = torch.randn(2, 4), torch.randn(2, 4)
     agree(run, network, x, context)
-    (graph,) = run.pool.graphs.values()
+    (graph,) = run.pool.held.values()
     graph.sample.largest_admitted = graph.sample.limit_bytes
     with budget.sampled(budget.Device("cpu"), graph.sample.limit_bytes / 2):
         agree(run, network, x, context)
-    assert (run.pool.captured, run.pool.evicted) == (2, 1)
+    assert (run.pool.made, run.pool.evicted) == (2, 1)
 
 
 def test_arguments_that_never_come_back_are_not_captured_for_ever(network: Network) -> None:
     run = executor(network, pool=Pool(Recorder(), limit=2))
     for rows in range(1, 8):
         agree(run, network, torch.randn(rows, 4), torch.randn(rows, 4))
-    assert run.pool.captured == 4
+    assert run.pool.made == 4
     assert list(run.pool.reasons) == ["its arguments differ from call to call"]
 
 
@@ -199,7 +199,7 @@ def test_a_list_that_the_module_empties_is_whole_at_capture() -> None:
     run = CudaGraph(Popping(), "unet", Counter(), Pool(Recorder()))
     for number in (1.0, 2.0):
         assert torch.equal(run(torch.zeros(2), [torch.full((2,), number)]), torch.full((2,), number))
-    assert run.pool.captured == 1
+    assert run.pool.made == 1
 
 
 def test_settings_of_a_module_make_a_graph_stale(network: Network) -> None:
@@ -221,7 +221,7 @@ def test_settings_of_a_module_make_a_graph_stale(network: Network) -> None:
         found.append(float(run(x)))
         assert float(run(x)) == found[-1]
     assert found == [1.0, 2.0, 3.0, 3.0, 1.5, 0.5]
-    assert run.pool.captured == 5
+    assert run.pool.made == 5
 
 
 def test_what_memory_decided_in_a_graph_is_the_generations_too() -> None:
@@ -260,7 +260,7 @@ def test_threads_do_not_share_a_replay(network: Network) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and run.pool.captured == 1
+    assert not wrong and run.pool.made == 1
 
 
 def test_ops_are_counted_at_replays(network: Network) -> None:
@@ -377,7 +377,7 @@ def test_within_a_capture_another_executor_only_calls(network: Network) -> None:
         x, context = torch.randn(2, 4), torch.randn(2, 4)
         expected = geglu(network.inner(x) + network.inner(context)) + 1
         torch.testing.assert_close(run(x, context), expected, rtol=0, atol=0)
-    assert not inner.pool.graphs and not inner.routes and run.routes == {"outer/cuda_graph": 2}
+    assert not inner.pool.held and not inner.routes and run.routes == {"outer/cuda_graph": 2}
 
 
 def test_the_callers_key_may_be_a_function(network: Network) -> None:
@@ -385,7 +385,7 @@ def test_the_callers_key_may_be_a_function(network: Network) -> None:
     run = executor(network, key=lambda: next(keys))
     run(torch.randn(2, 4), context=torch.randn(2, 4))  # asked before the capture and after it
     run(torch.randn(2, 4), context=torch.randn(2, 4))
-    assert run.pool.captured == 2
+    assert run.pool.made == 2
 
 
 class Launching(nn.Module):

@@ -76,7 +76,7 @@ def test_a_unet_gives_the_same_and_says_how_it_ran(unet: Any) -> None:
         agrees(run, unet, given(unet, seed=seed))
     for batch, side in ((1, 8), (2, 16)):
         agrees(run, unet, given(unet, batch, side))
-    assert routes == {"unet/flat": 10} and run.pool.recorded == 3
+    assert routes == {"unet/flat": 10} and run.pool.made == 3
     assert run.sentences("the UNet") == []
 
 
@@ -248,7 +248,7 @@ def test_routed_ops_in_place_are_recorded_and_counted(unet: Any) -> None:
     agrees(run, unet, given(unet, seed=1))
     with contract.use(attention="math"):
         agrees(run, unet, inputs)
-    assert run.pool.recorded == 2
+    assert run.pool.made == 2
 
 
 def test_what_depends_on_a_promised_argument_is_computed_once_for_each() -> None:
@@ -357,7 +357,7 @@ def test_functions_are_bounded_and_changing_arguments_end_recording() -> None:
     run, x = flat_of(module), torch.ones(2)
     for number in range(4 * FUNCTIONS):
         assert run(x, number + 2).tolist() == [number + 2.0] * 2
-    assert len(run.pool.held) == FUNCTIONS and run.pool.recorded == 2 * FUNCTIONS
+    assert len(run.pool.held) == FUNCTIONS and run.pool.made == 2 * FUNCTIONS
     assert [*run.reasons] == ["its arguments differ from call to call"]
 
 
@@ -401,7 +401,7 @@ def test_threads_share_one_function(unet: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and run.pool.recorded == 1
+    assert not wrong and run.pool.made == 1
 
 
 def test_copies_start_anew_and_what_is_captured_around_it_sees_the_module(unet: Any) -> None:

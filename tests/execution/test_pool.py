@@ -51,10 +51,10 @@ def test_two_that_take_turns_are_made_once(reader: Reader) -> None:
     cond, uncond = torch.randn(2, 4), torch.randn(2, 4)
     counts = made_by(run, reader, [cond, uncond] * 5)
     assert counts[1] == 1 and counts[3:] == [0] * 7  # the third call sees that they take turns
-    assert run.pool.captured == 2
+    assert run.pool.made == 2
     other = [torch.randn(2, 4), torch.randn(2, 4)]  # another prompt: into the same two graphs
     assert made_by(run, reader, other * 3) == [1, 1, 0, 0, 0, 0]
-    assert run.pool.captured == 2
+    assert run.pool.made == 2
 
 
 def test_prompts_one_after_the_other_share_a_graph(reader: Reader) -> None:
@@ -62,7 +62,7 @@ def test_prompts_one_after_the_other_share_a_graph(reader: Reader) -> None:
     prompts = [torch.randn(2, 4) for _ in range(4)]
     counts = made_by(run, reader, [prompt for prompt in prompts for _ in range(3)])
     assert counts[1:] == [0, 0, *[1, 0, 0] * 3]
-    assert run.pool.captured == 1
+    assert run.pool.made == 1
 
 
 def test_a_context_at_another_place_or_changed_in_place_is_another(reader: Reader) -> None:
@@ -83,7 +83,7 @@ def test_what_cannot_be_followed_is_computed_within_the_graph(reader: Reader) ->
         for _ in range(3):
             made_by(run, reader, [context])
             context.mul_(2)
-    (graph,) = run.pool.graphs.values()
+    (graph,) = run.pool.held.values()
     assert not graph.frame.held
 
 
@@ -91,11 +91,11 @@ def test_graphs_of_a_module_that_left_its_device_go(reader: Reader) -> None:
     recorder = Recorder()
     run = CudaGraph(reader, "unet", Counter(), Pool(recorder))
     made_by(run, reader, [torch.randn(2, 4)])
-    assert len(run.pool.graphs) == 1
+    assert len(run.pool.held) == 1
     reader.double()  # as moved: its weights lie elsewhere
     recorder.absent = lambda device: "it is no longer there"  # type: ignore[method-assign]
     run(torch.randn(2, 4).double(), torch.randn(2, 4).double())
-    assert not run.pool.graphs
+    assert not run.pool.held
 
 
 def test_what_is_changed_before_each_call_is_not_captured_for_ever(reader: Reader) -> None:
@@ -104,11 +104,11 @@ def test_what_is_changed_before_each_call_is_not_captured_for_ever(reader: Reade
     for _ in range(5):
         reader.double()
         made_by(run, reader.float(), [torch.randn(2, 4)])
-    assert run.pool.captured == 1 and run.routes == {"vae/cuda_graph": 1, "vae/eager": 4}
+    assert run.pool.made == 1 and run.routes == {"vae/cuda_graph": 1, "vae/eager": 4}
     assert list(run.pool.reasons) == ["it was moved or changed before its last graph was used twice"]
     for _ in range(4):  # left as it is: captured at the second look
         made_by(run, reader, [torch.randn(2, 4)])
-    assert run.pool.captured == 2 and run.routes["vae/eager"] == 4
+    assert run.pool.made == 2 and run.routes["vae/eager"] == 4
     reader.double()  # changed once in a while: captured at once
     made_by(run, reader.float(), [torch.randn(2, 4)])
-    assert run.pool.captured == 3 and run.routes["vae/eager"] == 4
+    assert run.pool.made == 3 and run.routes["vae/eager"] == 4

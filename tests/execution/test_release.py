@@ -21,6 +21,6 @@ def test_released_graphs_are_captured_anew() -> None:
     with torch.inference_mode():
         first = run(x)
         assert torch.equal(run(x), first) and backend.captures == 1
-        assert release(module) == 1 and not pool.graphs
+        assert release(module) == 1 and not pool.held
         assert torch.equal(run(x), first) and backend.captures == 2
     assert routes["unet/cuda_graph"] == 3

@@ -248,12 +248,12 @@ def test_captured_graphs_of_an_accelerated_unet(
         agree(first | {"sample": first["sample"] * 2, "timestep": first["timestep"] / 2})
         agree(inputs(unet, 2, 8, 8, seed=1))  # another prompt
         agree(inputs(unet, 1, 9, 7))  # another size
-        assert run.pool.captured == 2
+        assert run.pool.made == 2
         longer = inputs(unet, 2, 8, 8)
         agree(longer | {"encoder_hidden_states": longer["encoder_hidden_states"].repeat(1, 2, 1)})
         with contract.use(attention="math"):
             agree(first)
-        assert run.pool.captured == 4
+        assert run.pool.made == 4
         torch.manual_seed(5)
         wrap(unet)  # an adapter
         unet.to(kind)
@@ -262,7 +262,7 @@ def test_captured_graphs_of_an_accelerated_unet(
             if isinstance(module, LoRA):
                 module.scaling["style"] = 0.3
         agree(first)
-        assert (run.pool.captured, len(run.pool.graphs)) == (6, 2)
+        assert (run.pool.made, len(run.pool.held)) == (6, 2)
         for module in list(unet.modules()):  # merged, and the layers put back
             for name, lora in list(module._modules.items()):
                 if isinstance(lora, LoRA):

@@ -372,7 +372,7 @@ def test_any_timestep_is_an_input_of_one_graph(pipe: Any, mode: Any, timestep: A
                 torch.testing.assert_close(found.sample, expected.sample, rtol=1e-4, atol=2e-5)
     assert report.ran["UNet2DConditionModel"].calls["UNet2DConditionModel/cuda_graph"] == 8
     (pool,) = vars(unet)["_clearway_built"].held.values()
-    assert pool.captured == 2  # by name, by place
+    assert pool.made == 2  # by name, by place
 
 
 def test_training_gradients_and_autocast_take_the_classes_way(pipe: Any) -> None:

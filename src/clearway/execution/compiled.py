@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from clearway.errors import RequestError, one_line
+from clearway.execution.calls import owner_of
 from clearway.ops import contract
 
 SCOPES = ("regional", "full")
@@ -150,11 +151,11 @@ class Compiled:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """Within it the regions run compiled."""
-        owner = self.module if isinstance(self.module, nn.Module) else getattr(self.module, "__self__", None)
+        owner = owner_of(self.module)
         names = self.settings.regions or (*(getattr(owner, "_repeated_blocks", None) or ()), *REGIONS)
         placed: list[nn.Module] = []
         try:
-            for region in owner.modules() if isinstance(owner, nn.Module) else ():
+            for region in owner.modules() if owner is not None else ():
                 if type(region).__name__ not in names or region._compiled_call_impl is not None:
                     continue  # somebody compiled it already
                 if region not in self._regions:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from clearway.errors import RequestError, nearest
+from clearway.execution.calls import owner_of
 from clearway.execution.capture import TorchCapture
 from clearway.execution.compiled import Compiled, Settings
 from clearway.execution.cuda_graph import CudaGraph
@@ -123,12 +124,6 @@ def pools(module: nn.Module) -> list[Pool]:
     """The pools of graphs that executors made for a module and its methods."""
     built = module.__dict__.get(_BUILT)
     return [one for one in built.held.values() if isinstance(one, Pool)] if built else []
-
-
-def owner_of(run: Callable[..., Any]) -> nn.Module | None:
-    """The module that is called, or whose method is."""
-    owner = run if isinstance(run, nn.Module) else getattr(run, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def _method(run: Callable[..., Any]) -> str:

@@ -96,6 +96,16 @@ class Fingerprint:
         except (KeyError, RuntimeError):  # gone, or a tensor now
             return False
 
+    def refuse(self, itself: bool) -> str | None:
+        """Why no call of the module, or in `itself` False of a method of it, stands for the next one."""
+        if self.moved:
+            return "hooks are at work in it that may move its weights (offloading, caching)"
+        if self.hooked(itself):
+            return "forward hooks are at work in it"
+        if self.foreign:
+            return f"{self.foreign} is somebody's own code, which may do something else at each call"
+        return None
+
     def hooked(self, itself: bool = True) -> bool:
         """Whether somebody's forward hooks are at work in it, which a graph would leave out.
 

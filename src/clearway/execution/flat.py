@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +27,11 @@ from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import one_line
 from clearway.execution import fusions, generated, packed, recorded, rewrite, unchanged
+from clearway.execution.calls import Call, told
+from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import inside
+from clearway.execution.pool import Bounded
 from clearway.ops import budget, contract
 
 FUNCTIONS = 6
@@ -64,18 +67,15 @@ class Flat:
         if inside():  # part of what somebody else records
             return self.module(*args, **kwargs)
         self.calls += 1
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        owner = self.module if isinstance(self.module, nn.Module) else getattr(self.module, "__self__", None)
-        owner = owner if isinstance(owner, nn.Module) else None
-        reason = _refuse(tensors, leaves, owner)
+        call = Call.of(self.module, args, kwargs)
+        reason = _refuse(call)
         function, output = None, None
         if reason is None:
             with self.pool.lock:
-                function, output, reason = self._function(leaves, tree, args, kwargs, owner)
+                function, output, reason = self._function(call)
         elif self.pool.held:
             with self.pool.lock:
-                self.pool.checked(owner)  # one that was moved away gives its packed weights' memory back
+                self.pool.checked(call.owner)  # one that was moved away gives its packed weights' memory back
         if reason is not None or function is None:
             self.pool.reasons[str(reason)] += 1
             self.reasons[str(reason)] += 1
@@ -83,92 +83,83 @@ class Flat:
             return self.module(*args, **kwargs) if output is None else output
         self.routes[f"{self.part}/flat"] += 1
         contract.count(function.routes)
-        budget.current(tensors[0].device).follow(function.sample)
+        budget.current(call.tensors[0].device).follow(function.sample)
         if output is not None:
             return output
-        return function(tensors)
+        return function(call.tensors)
 
     def sentences(self, name: str) -> list[str]:
         """Why some calls of what is called `name` were not run as recorded, or not all of it packed."""
-        told = [
-            f"{name} ran eagerly{'' if count == self.calls else ' at times'}: {reason}"
-            for reason, count in self.reasons.items()
-        ]
         short = self.pool.packs.short
-        return told + ([f"{short} weights of {name} were not packed: memory is short"] if short else [])
+        why = told(name, self.reasons, self.calls)
+        return why + ([f"{short} weights of {name} were not packed: memory is short"] if short else [])
 
-    def _function(
-        self, leaves: list[Any], tree: Any, args: Any, kwargs: Any, owner: nn.Module | None
-    ) -> tuple[Recorded | None, Any, str | None]:
+    def _function(self, call: Call) -> tuple[Recorded | None, Any, str | None]:
         """(function, the output if it was just made, why there is no function)."""
-        module = self.pool.checked(owner)
-        if module is not None and module.moved:
-            return None, None, "hooks are at work in it that may move its weights (offloading, caching)"
-        if module is not None and module.hooked(isinstance(self.module, nn.Module)):
-            return None, None, "forward hooks are at work in it"
-        if module is not None and module.foreign:
-            return (
-                None,
-                None,
-                f"{module.foreign} is somebody's own code, which would not run at each call",
-            )
+        module = self.pool.checked(call.owner)
+        reason = None if module is None else module.refuse(call.itself)
+        if reason is not None:
+            return None, None, reason
         reason = self.pool.refused
-        promised = _promises(args, kwargs, self.promised)
-        key = self._key(leaves, tree, module, promised)
+        promised = call.promises(self.promised)
+        key = self._key(call, module, promised)
         reason = reason or self.pool.failed.get(key)
         if reason is not None:
             return None, None, reason
-        found = self.pool.find(key)
+        found = self.pool.find(key, call.tensors[0].device)
         if found is not None:
-            found.calls += 1
+            found.uses += 1
             return found, None, None
         if self.pool.wasted >= self.pool.limit:
             return None, None, "its arguments differ from call to call"
-        made, output, reason = self._record(leaves, tree, promised)
+        made, output, reason = self._record(call, promised)
         if made is None:
             self.pool.failed[key] = reason or ""
             return None, output, reason
         # an implementation may be tested on the way, which can change routes: the key as it is now
-        self.pool.add(self._key(leaves, tree, self.pool.checked(owner), promised), made)
+        self.pool.add(self._key(call, self.pool.checked(call.owner), promised), made)
         return made, output, None
 
-    def _key(
-        self, leaves: list[Any], tree: Any, module: Fingerprint | None, promised: list[bool]
-    ) -> Hashable:
+    def _key(self, call: Call, module: Fingerprint | None, promised: list[bool]) -> Hashable:
         signs = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+            for leaf in call.leaves
         )
         how = contract.route_key(), machine.switches(), torch.get_num_threads(), torch.get_default_dtype()
-        given = tuple(promised), self._same(leaves)
+        given = tuple(promised), self._same(call.tensors)
         allowed = torch._C._get_mkldnn_enabled()
         adapters = "" if module is None else module.adapters()
-        return self.key() if callable(self.key) else self.key, str(tree), signs, given, adapters, how, allowed
+        return (
+            self.key() if callable(self.key) else self.key,
+            str(call.tree),
+            signs,
+            given,
+            adapters,
+            how,
+            allowed,
+        )
 
-    def _same(self, leaves: list[Any]) -> tuple[int, ...]:
+    def _same(self, tensors: list[Tensor]) -> tuple[int, ...]:
         """Which tensors among the arguments are one object, or a weight: recorded, they are one value."""
         weights, first = self.pool.numbers, dict[int, int]()
-        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return tuple(
             weights.get(id(tensor)) or first.setdefault(id(tensor), number)
             for number, tensor in enumerate(tensors)
         )
 
-    def _record(
-        self, leaves: list[Any], tree: Any, promised: list[bool]
-    ) -> tuple[Recorded | None, Any, str | None]:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        device = tensors[0].device
+    def _record(self, call: Call, promised: list[bool]) -> tuple[Recorded | None, Any, str | None]:
+        device = call.tensors[0].device
         routes: dict[str, int] = {}
         limit = budget.current(device).limit_bytes
 
-        def call() -> Any:
-            args, kwargs = pytree.tree_unflatten(leaves, tree)
+        def run() -> Any:
+            args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
             return self.module(*args, **kwargs)
 
         with budget.sampled(Device(device.type, device.index), limit) as sample:
             try:
                 with contract.recording(routes), contract.use(**AS_STEPS):
-                    program, output = recorded.record(call, tensors, self.pool.weights)
+                    program, output = recorded.record(run, call.tensors, self.pool.weights)
             except recorded.UnrecordableError as error:
                 return None, None, f"it cannot be recorded: {error}"
         output = _outside(output)
@@ -176,7 +167,7 @@ class Flat:
         try:
             function = _made(program, numbers, self.pool.packs)
             made = Recorded(function, sample, routes)
-            found = made(tensors)
+            found = made(call.tensors)
         except recorded.UnrecordableError as error:
             return None, output, f"it cannot be recorded: {error}"
         except (RuntimeError, MemoryError) as error:
@@ -184,7 +175,7 @@ class Flat:
                 self.pool.clear()
                 return None, output, "there was no memory for its packed weights"
             return None, output, f"its recorded call does not run: {one_line(error)[:200]}"
-        if not _agree(found, output):
+        if not agrees(found, output, _near):
             return None, output, "its recorded call gives other values than it does"
         return made, found, None  # the first picture is the same to the bit as all later ones
 
@@ -196,7 +187,7 @@ class Recorded:
     function: generated.Function
     sample: budget.Sample
     routes: dict[str, int]
-    calls: int = 0
+    uses: int = 0
     kept: list[tuple[Any, tuple[Any, ...], tuple[weakref.ref[Tensor], ...]]] = field(default_factory=list)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -220,17 +211,11 @@ class Recorded:
 
 
 @dataclass(slots=True, eq=False)
-class Functions:
-    """The functions of one module, the least recently used of which goes when there are too many."""
+class Functions(Bounded[Recorded]):
+    """The functions of one module."""
 
-    limit: int = FUNCTIONS
-    held: OrderedDict[Hashable, Recorded] = field(default_factory=OrderedDict)
-    failed: dict[Hashable, str] = field(default_factory=dict)
-    reasons: Counter[str] = field(default_factory=Counter)
+    limit: int = field(default=FUNCTIONS, kw_only=True)
     packs: packed.Packs = field(default_factory=packed.Packs)
-    recorded: int = 0
-    evicted: int = 0
-    wasted: int = 0
     weights: list[Tensor] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
     """By id, -1 for the first weight, -2 for the second, ..."""
@@ -263,32 +248,8 @@ class Functions:
 
     def clear(self) -> None:
         """Drops every function and packed weight, and what is known of arguments that cannot be recorded."""
-        self.evicted += len(self.held)
-        self.held.clear()
-        self.failed.clear()
+        Bounded.clear(self)  # without super(): slots make the class anew
         self.packs = packed.Packs()
-        self.wasted = 0
-
-    def find(self, key: Hashable) -> Recorded | None:
-        """The function of a key, if it would still be recorded alike."""
-        found = self.held.get(key)
-        if found is None:
-            return None
-        if not found.sample.holds(budget.current(torch.device("cpu")).limit_bytes):
-            del self.held[key]
-            self.evicted += 1
-            return None
-        self.held.move_to_end(key)
-        return found
-
-    def add(self, key: Hashable, function: Recorded) -> None:
-        """Keeps a function, at the cost of the least recently used one where there are too many."""
-        self.held[key] = function
-        self.recorded += 1
-        while len(self.held) > self.limit:
-            _, gone = self.held.popitem(last=False)
-            self.evicted += 1
-            self.wasted = 0 if gone.calls > 1 else self.wasted + 1
 
 
 def _made(program: recorded.Program, numbers: list[int], packs: packed.Packs) -> generated.Function:
@@ -297,29 +258,15 @@ def _made(program: recorded.Program, numbers: list[int], packs: packed.Packs) ->
     return generated.generated(packed.lowered(program, packs), numbers)
 
 
-def _refuse(tensors: list[Tensor], leaves: list[Any], owner: nn.Module | None) -> str | None:
+def _refuse(call: Call) -> str | None:
     """Why a call with these arguments is not recorded; metadata only."""
-    if owner is None:
+    if call.owner is None:
         return "it is no module's, so nothing tells whether it stays the same"
-    if not tensors:
-        return "there is no tensor among its arguments"
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return f"recorded calls are for the CPU, this is {tensors[0].device}"
-    if any(
-        type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided for tensor in tensors
-    ):
+    if any(tensor.device.type != "cpu" for tensor in call.tensors):
+        return f"recorded calls are for the CPU, this is {call.tensors[0].device}"
+    if any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided for t in call.tensors):
         return "an argument is a tensor of another class or layout"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *owner.parameters())):
-        return "a gradient is needed"
-    if torch.is_autocast_enabled("cpu"):
-        return "torch.autocast is at work"
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            try:
-                hash(leaf)
-            except TypeError:
-                return f"an argument is a {type(leaf).__name__}, which is no key"
-    return None
+    return call.refuse()
 
 
 def _refuse_weights(weights: list[Tensor]) -> str | None:
@@ -330,15 +277,6 @@ def _refuse_weights(weights: list[Tensor]) -> str | None:
     return None
 
 
-def _promises(args: Any, kwargs: Any, names: tuple[str, ...]) -> list[bool]:
-    """For each tensor among the arguments, in order, whether it is promised not to change in place."""
-    given = [(False, argument) for argument in args]
-    given += [(name in names, value) for name, value in kwargs.items()]
-    return [
-        promise for promise, value in given for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)
-    ]
-
-
 def _outside(output: Any) -> Any:
     """The recorded call's output as the caller's mode would have made it."""
     if torch.is_inference_mode_enabled():
@@ -346,20 +284,6 @@ def _outside(output: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, output)
 
 
-def _agree(found: Any, expected: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
-    return all(_alike(one, other) for one, other in pairs if isinstance(other, Tensor))
-
-
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    if not expected.is_floating_point():
-        return torch.equal(found, expected)
-    wide = torch.promote_types(expected.dtype, torch.float32)
-    finite = expected.isfinite()
-    right = expected.to(wide).where(finite, 0)
-    apart = (found.to(wide).where(finite, 0) - right).norm()
-    return bool(
-        (found.isfinite() == finite).all() & (apart <= APART.get(expected.dtype, 1e-6) * right.norm())
-    )
+def _near(apart: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    near: Tensor = apart.norm() <= APART.get(dtype, 1e-6) * right.norm()
+    return near

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class Graph:
     routes: dict[str, int]
     seen: list[_Seen | None]
     before: list[_Seen | None]
-    replays: int = 0
+    uses: int = 0
     turn: int = 0
 
     def load(self, tensors: Sequence[Tensor], promised: Sequence[bool]) -> None:
@@ -89,18 +89,67 @@ def _same(before: _Seen | None, given: Tensor) -> bool:
     )
 
 
-@dataclass(slots=True, eq=False)
-class Pool:
-    """The graphs of one module, the least recently used of which goes when there are too many."""
+class Entry(Protocol):
+    """What a call left for the next ones: under which memory decisions, and how often it was used."""
 
-    backend: Capture
-    limit: int = GRAPHS
-    graphs: OrderedDict[Hashable, Graph] = field(default_factory=OrderedDict)
+    sample: budget.Sample
+    uses: int
+
+
+T = TypeVar("T", bound=Entry)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Bounded(Generic[T]):
+    """What is kept for the calls of one module, the least recently used of which goes when there is too much.
+
+    `failed` says by key why nothing is kept; `made` and `evicted` count; `wasted` is how many in a row went
+    unused.
+    """
+
+    limit: int
+    held: OrderedDict[Hashable, T] = field(default_factory=OrderedDict)
     failed: dict[Hashable, str] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
-    captured: int = 0
+    made: int = 0
     evicted: int = 0
     wasted: int = 0
+
+    def clear(self) -> None:
+        """Drops all that is kept, and what is known of arguments for which nothing is."""
+        self.evicted += len(self.held)
+        self.held.clear()
+        self.failed.clear()
+        self.wasted = 0
+
+    def find(self, key: Hashable, device: torch.device) -> T | None:
+        """What is kept under a key, if memory would still be decided on alike."""
+        found = self.held.get(key)
+        if found is None:
+            return None
+        if not found.sample.holds(budget.current(device).limit_bytes):
+            del self.held[key]
+            self.evicted += 1
+            return None
+        self.held.move_to_end(key)
+        return found
+
+    def add(self, key: Hashable, one: T) -> None:
+        """Keeps one, at the cost of the least recently used where there are too many."""
+        self.held[key] = one
+        self.made += 1
+        while len(self.held) > self.limit:
+            _, gone = self.held.popitem(last=False)
+            self.evicted += 1
+            self.wasted = 0 if gone.uses > 1 else self.wasted + 1
+
+
+@dataclass(slots=True, eq=False)
+class Pool(Bounded[Graph]):
+    """The graphs of one module."""
+
+    backend: Capture
+    limit: int = field(default=GRAPHS, kw_only=True)
     turns: int = 0
     restless: bool = False
     """Whether the module was last changed before any graph of it was replayed again: a VAE that is raised to
@@ -120,30 +169,11 @@ class Pool:
             self.settled = True
             return self._module
         self.settled = False
-        if self.graphs:
-            self.restless = all(graph.replays <= 1 for graph in self.graphs.values())
+        if self.held:
+            self.restless = all(graph.uses <= 1 for graph in self.held.values())
         self.clear()
         self._module = Fingerprint(owner)
         return self._module
-
-    def clear(self) -> None:
-        """Drops every graph and what is known of arguments that cannot be captured."""
-        self.evicted += len(self.graphs)
-        self.graphs.clear()
-        self.failed.clear()
-        self.wasted = 0
-
-    def find(self, key: Hashable, device: torch.device) -> Graph | None:
-        """The graph of a key, if it would still be captured alike."""
-        graph = self.graphs.get(key)
-        if graph is None:
-            return None
-        if not graph.sample.holds(budget.current(device).limit_bytes):
-            del self.graphs[key]
-            self.evicted += 1
-            return None
-        self.graphs.move_to_end(key)
-        return graph
 
     def choose(
         self, key: Hashable, device: torch.device, tensors: Sequence[Tensor]
@@ -160,12 +190,3 @@ class Pool:
         if twin.keeps(tensors) or twin.turn < graph.turn:
             return other, twin
         return key, graph
-
-    def add(self, key: Hashable, graph: Graph) -> None:
-        """Keeps a graph, at the cost of the least recently used one where there are too many."""
-        self.graphs[key] = graph
-        self.captured += 1
-        while len(self.graphs) > self.limit:
-            _, gone = self.graphs.popitem(last=False)
-            self.evicted += 1
-            self.wasted = 0 if gone.replays > 1 else self.wasted + 1

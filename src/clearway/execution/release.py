@@ -12,6 +12,6 @@ def release(module: nn.Module) -> int:
     count = 0
     for pool in pools(module):
         with pool.lock:
-            count += len(pool.graphs)
+            count += len(pool.held)
             pool.clear()
     return count

@@ -1,0 +1,75 @@
+"""One call of a module, as executors see it that keep something for the next such call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def owner_of(run: Callable[..., Any]) -> nn.Module | None:
+    """The module that is called, or whose method is."""
+    owner = run if isinstance(run, nn.Module) else getattr(run, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The arguments of one call, flat. `itself`: the module is called, not a method of it."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: list[Any]
+    tree: Any
+    tensors: list[Tensor]
+    owner: nn.Module | None
+    itself: bool
+
+    @classmethod
+    def of(cls, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A call of `run` with these arguments."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return cls(args, kwargs, leaves, tree, tensors, owner_of(run), isinstance(run, nn.Module))
+
+    def refuse(self) -> str | None:
+        """Why nothing of such a call can be kept for the next one; metadata only."""
+        if not self.tensors:
+            return "there is no tensor among its arguments"
+        if torch.is_grad_enabled():
+            weights = () if self.owner is None else self.owner.parameters()
+            if any(tensor.requires_grad for tensor in (*self.tensors, *weights)):
+                return "a gradient is needed"
+        if torch.is_autocast_enabled(self.tensors[0].device.type):
+            return "torch.autocast is at work"
+        for leaf in self.leaves:
+            if not isinstance(leaf, Tensor):
+                try:
+                    hash(leaf)
+                except TypeError:
+                    return f"an argument is a {type(leaf).__name__}, which is no key"
+        return None
+
+    def promises(self, names: Sequence[str]) -> list[bool]:
+        """For each tensor, in order, whether it came under one of `names`, promised not to change."""
+        given = [(False, argument) for argument in self.args]
+        given += [(name in names, value) for name, value in self.kwargs.items()]
+        return [
+            promise
+            for promise, value in given
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
+
+
+def told(name: str, reasons: Counter[str], calls: int) -> list[str]:
+    """A sentence for each reason why some of `calls` calls of what is called `name` ran eagerly."""
+    return [
+        f"{name} ran eagerly{'' if count == calls else ' at times'}: {reason}"
+        for reason, count in reasons.items()
+    ]

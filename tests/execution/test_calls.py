@@ -1,0 +1,53 @@
+"""What executors read off a call: whose it is, what is promised, why nothing of it can be kept."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clearway.execution.calls import Call, owner_of, told
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2).requires_grad_(False)
+
+    def other(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def test_the_owner_of_a_module_a_method_and_a_function() -> None:
+    network = Network()
+    assert owner_of(network) is owner_of(network.other) is network
+    assert owner_of(len) is None and owner_of([].append) is None
+    assert Call.of(network, (), {}).itself and not Call.of(network.other, (), {}).itself
+
+
+def test_promises_follow_the_tensors_in_order() -> None:
+    x, y = torch.zeros(1), torch.ones(1)
+    call = Call.of(len, (x, [y, 3]), {"held": {"a": x, "b": None}, "free": y})
+    assert call.tensors == [x, y, x, y] and call.leaves.count(3) == 1
+    assert call.promises(("held",)) == [False, False, True, False]
+
+
+def test_what_nothing_can_be_kept_of() -> None:
+    network, x = Network(), torch.zeros(2)
+    assert Call.of(network, (x,), {"a": "b", "c": 1.5}).refuse() is None
+    assert "no tensor" in str(Call.of(network, (1,), {}).refuse())
+    assert "no key" in str(Call.of(network, (x, bytearray()), {}).refuse())
+    with torch.autocast("cpu"):
+        assert "autocast" in str(Call.of(network, (x,), {}).refuse())
+    assert "gradient" in str(Call.of(network, (x.clone().requires_grad_(),), {}).refuse())
+    network.requires_grad_(True)
+    assert "gradient" in str(Call.of(network.other, (x,), {}).refuse())
+    with torch.no_grad():
+        assert Call.of(network, (x,), {}).refuse() is None
+
+
+@pytest.mark.parametrize(("calls", "words"), [(2, "ran eagerly: why"), (3, "ran eagerly at times: why")])
+def test_reasons_are_told(calls: int, words: str) -> None:
+    assert told("the UNet", Counter({"why": 2}), calls) == [f"the UNet {words}"]
+    assert told("the UNet", Counter(), calls) == []
