@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from clearway.models.estimate import Parts
 
 MOVE_BYTES_PER_S = 12e9  # pinned host memory over PCIe 4 x16, half of its nominal 32 GB/s and less
-GRAPHLESS_S = 0.015  # a UNet call's launches, where the host is what it waits for (SDXL on an H200: 20 ms)
+GRAPHLESS_S = 0.015  # a UNet call's launches, where it waits for the host: a guess, for the order alone
 CAPTURE_S = 0.5  # capturing a UNet's graph anew, its warm-up calls included
 HALVES_S = 0.005  # guidance's halves one after the other
 SPARE_BYTES = 2**28  # what is held beside: latents, embeddings, kernels that are loaded late

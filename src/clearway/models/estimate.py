@@ -25,6 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clearway.models.model import dtype_of
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -43,11 +45,6 @@ def weight_bytes(modules: Iterable[nn.Module]) -> int:
             storage = tensor.untyped_storage()
             held[id(tensor) if tensor.is_meta else storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
-
-
-def element_size(module: nn.Module) -> int:
-    """Bytes of one number of a network; Diffusers' `dtype` asks them all: a millisecond."""
-    return next(module.parameters()).element_size()
 
 
 def vae_decode_bytes(
@@ -150,7 +147,7 @@ def work(model: Model, rows: int, pictures: int, width: int, height: int, tile_p
     `rows` are the UNet's, twice the pictures under guidance. The text encoders' counts for SDXL's two.
     """
     last = model.choices.layout == "channels_last"
-    unet_size, vae_size = element_size(model.unet), element_size(model.vae)
+    unet_size, vae_size = dtype_of(model.unet).itemsize, dtype_of(model.vae).itemsize
     factor = model.latent_factor
     unet = unet_bytes(
         model.unet.config, rows, height // factor, width // factor, unet_size, channels_last=last

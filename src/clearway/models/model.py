@@ -55,10 +55,8 @@ class Model:
 
     @property
     def dtype(self) -> dtype:
-        """What the UNet computes in, by its first parameter: Diffusers' own property walks all its modules,
-        which takes milliseconds."""
-        found: dtype = next(self.unet.parameters()).dtype
-        return found
+        """What the UNet computes in."""
+        return dtype_of(self.unet)
 
     @property
     def latent_channels(self) -> int:
@@ -70,3 +68,12 @@ class Model:
     def latent_factor(self) -> int:
         """How many pixels a side of a latent stands for (8 in every supported family)."""
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+
+def dtype_of(module: Any) -> dtype:
+    """What a network computes in, by its first parameter.
+
+    Diffusers' own property walks all its modules, which takes milliseconds.
+    """
+    found: dtype = next(module.parameters()).dtype
+    return found

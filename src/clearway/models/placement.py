@@ -23,6 +23,7 @@ from clearway.models._moved import Moved
 from clearway.models._options import RESIDENT, STAGES, STREAMED, Blocks, Fit, Order, Way
 from clearway.models._streamed import BUFFERS, block_bytes, streamed
 from clearway.models.estimate import Parts
+from clearway.models.model import dtype_of
 
 if TYPE_CHECKING:
     from clearway.models.model import Model
@@ -229,7 +230,7 @@ def _told(
         fit=fit,
         room_bytes=room_bytes,
         parts=parts,
-        vae_element=estimate.element_size(model.vae),
+        vae_element=dtype_of(model.vae).itemsize,
         moves=moves,
         notes=notes,
     )

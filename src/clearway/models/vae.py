@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from clearway.errors import UnavailableError
-from clearway.models.model import Model
+from clearway.models.model import Model, dtype_of
 from clearway.models.tiles import LABEL, decode_tiled, is_tiled
+from clearway.ops.state import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def decode(
             f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "
             f"{model.precision.sampling}); dtype float32 (or bfloat16) may work"
         )
-    before = _dtype(model)
-    dtypes, notes = [_name(before)] * len(made), list[str]()
+    before = dtype_of(model.vae)
+    dtypes, notes = [dtype_name(before)] * len(made), list[str]()
     broken = [index for index, whole in enumerate(good) if not whole]
     if broken and before == torch.float32:
         raise UnavailableError(
@@ -69,7 +70,7 @@ def decode(
         model.vae.float()
         for index in broken:
             made[index] = _decode(model, scaled[index], call, tiled)
-            dtypes[index] = _name(torch.float32)
+            dtypes[index] = dtype_name(torch.float32)
         if not all(_finite([made[index][0] for index in broken])):
             raise UnavailableError("the VAE returned NaN even in float32; use another VAE or checkpoint")
         notes.append(_raised(before, broken, made))
@@ -87,14 +88,14 @@ def _raised(before: torch.dtype, broken: list[int], made: list[tuple[Tensor, str
     by_tiles = f", by tiles ({LABEL})" if made[broken[0]][1] else ""
     what = "these" if len(broken) > 1 else "that one" if which else "it"
     again = f"{what} ran again in float32{by_tiles}, where it stays"
-    return f"the VAE returned NaN in {_name(before)}{which}: {again}"
+    return f"the VAE returned NaN in {dtype_name(before)}{which}: {again}"
 
 
 def _decode(
     model: Model, row: Tensor, call: Callable[..., Any], tiled: Callable[[int], bool]
 ) -> tuple[Tensor, str | None]:
     """One picture, and its tiles."""
-    dtype = _dtype(model)
+    dtype = dtype_of(model.vae)
 
     def whole(part: Tensor) -> Tensor:
         pixels: Tensor = call(part.to(dtype), return_dict=False)[0]
@@ -109,13 +110,3 @@ def _finite(tensors: list[Tensor]) -> list[bool]:
     """Whether each holds finite numbers alone; one wait for the device."""
     found: list[bool] = torch.stack([torch.isfinite(one).all() for one in tensors]).tolist()
     return found
-
-
-def _dtype(model: Model) -> torch.dtype:
-    """Of the VAE's first parameter; Diffusers' own `dtype` asks all of them."""
-    found: torch.dtype = next(model.vae.parameters()).dtype
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

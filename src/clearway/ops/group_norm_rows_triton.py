@@ -18,8 +18,9 @@ from clearway.ops._triton import counting, power_of_two, tl
 TILE = 8192  # elements a program has in registers: whole rows
 WARPS = 8
 CHUNKS, LARGE, CHUNKS_OF_LARGE = 128, 2**24, 256
-"""Chunks an image is cut into, and into how many where it has more elements than LARGE: about one and two for
-each of an H200's 132 multiprocessors, where both were tried."""
+"""Chunks an image is cut into, and into how many where it has more elements than LARGE. On an H200 132 and
+264 were tried (bench/results/nvidia-h200/candidates.jsonl), one and two for each multiprocessor; these are
+the powers of two beside them, of which the first is merged at once."""
 MERGED = 128
 """Chunks that are merged at once."""
 

@@ -136,7 +136,7 @@ def _forward(
 
 def _tile(rows: int, width: int) -> tuple[int, int, int]:
     """(rows, padded width, warps) of a program. Many rows of 1025 to 2048 take two a program, of a warp each:
-    5.8 us in place of 7.0 at 2048 x 1280 with residual (H200, fp16)."""
+    5.8 us in place of 7.0 at 2048 x 1280 with residual (bench/results/nvidia-h200/candidates.jsonl)."""
     tile, block = _triton.row_tile(width)
     if block == 2048 and rows >= 1024:
         return 2, block, 2
