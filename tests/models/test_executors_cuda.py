@@ -1,6 +1,7 @@
 """A user's Diffusers pipelines by real CUDA graphs: run where there is a device."""
 
 import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from clearway import Request, generate, sampling
 from clearway.models import load
 from clearway.models.accelerate import accelerate, restore
 from never_waits import never_waits
-from pipelines import draw, image_adapter, pipeline
+from pipelines import draw, image_adapter, lora, pipeline
 
 pytestmark = [
     pytest.mark.cuda,
@@ -105,6 +106,56 @@ def test_nothing_is_stale(folders: dict[str, Path]) -> None:
     pipe.to("cuda")
     close(agrees(pipe, given), drawn[0])
     assert not report.reasons(), str(report)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+def test_adapters_come_and_go(folders: dict[str, Path]) -> None:
+    pytest.importorskip("peft")
+    pipe, given = pipeline(folders, "text2img")
+    pipe.to("cuda")
+    adapters = [lora(pipe.unet, seed) for seed in (0, 1)]
+    report = accelerate(pipe)
+    drawn = [agrees(pipe, given)]
+
+    def changed(**other: Any) -> None:
+        drawn.append(agrees(pipe, {**given, **other}))
+        assert np.abs(drawn[-1] - drawn[-2]).max() > 2e-3
+
+    for name, weights in zip(("one", "two"), adapters, strict=True):
+        pipe.load_lora_weights(weights, adapter_name=name)
+        changed()
+    pipe.set_adapters(["one", "two"], [0.3, 0.7])
+    changed()
+    changed(cross_attention_kwargs={"scale": 0.2})
+    pipe.disable_lora()
+    changed()
+    close(drawn[-1], drawn[0])
+    pipe.enable_lora()
+    changed()
+    pipe.fuse_lora()
+    close(agrees(pipe, given), drawn[-1])
+    pipe.unfuse_lora()
+    close(agrees(pipe, given), drawn[-1])
+    pipe.unload_lora_weights()
+    close(agrees(pipe, given), drawn[0])
+    assert not report.reasons(), str(report)
+
+
+def test_pickled_moved_and_restored(folders: dict[str, Path]) -> None:
+    pipe, given = pipeline(folders, "sdxl")
+    pipe.to("cuda")
+    expected = draw(pipe, given)
+    accelerate(pipe)
+    close(draw(pipe, given), expected)
+    twin = pickle.loads(pickle.dumps(pipe))
+    close(draw(twin, given), expected)
+    twin.to("cpu")
+    twin.to("cuda")
+    close(draw(twin, given), expected)
+    assert vars(twin.unet)["_clearway_built"].held
+    restore(twin)
+    close(draw(twin, given), expected)
+    assert not any("_clearway" in key for module in twin.unet.modules() for key in vars(module))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
