@@ -1,12 +1,18 @@
-"""A stand-in for CUDA's graphs that runs on any device: what a real one bakes in, it keeps."""
+"""Stand-ins for CUDA's graphs that run on any device: one that keeps what a real one bakes in, and one of
+`torch.cuda` itself, as far as captures and their memory go."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -51,3 +57,137 @@ def uncounted(run: Callable[[], Any]) -> Any:
     """A graph on a device runs no Python, which alone counts ops."""
     with contract.recording({}):
         return run()
+
+
+class FakeCuda:
+    """The rules of torch's allocators while graphs are captured; `put` it in the place of torch.cuda's.
+
+    A pool may be recorded to by one capture at a time, and is closed when all graphs have left it. A capture
+    that was made invalid raises where it ends, and then none of what it began is ended: neither the pool, nor
+    that of pinned memory, which nobody can end. `uses` counts by pool; `broken` is whether the capture under
+    way is invalid.
+    """
+
+    def __init__(self) -> None:
+        self.stream: Any = "the user's"
+        self.uses = Counter[Any]()
+        self.recorded: list[Any] = []
+        self.pinned: list[tuple[Any, weakref.ref[FakeGraph]]] = []
+        self.workspaces: dict[Any, Any] = {}
+        self.broken = False
+        self.under_way: FakeGraph | None = None
+
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        """In place of torch's own until the test's end."""
+        fake, numbers = self, itertools.count(1)
+
+        def set_stream(stream: Any) -> None:
+            fake.stream = stream
+
+        class Graph(FakeGraph):
+            cuda = fake
+
+        for name, value in {
+            "current_device": lambda: 0,
+            "current_stream": lambda: fake.stream,
+            "set_stream": set_stream,
+            "Stream": lambda: f"stream {next(numbers)}",
+            "graph_pool_handle": lambda: (0, next(numbers)),
+            "CUDAGraph": Graph,
+            "graph": FakeCapturing,
+            "default_generators": [torch.Generator()],
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.workspaces.clear, raising=False)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: fake.end(pool), raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: fake.release(pool), raising=False)
+
+    def begin(self, pool: Any) -> None:
+        if pool in self.uses and not self.uses[pool]:
+            raise RuntimeError("INTERNAL ASSERT: use_count > 0")
+        self.uses[pool] += 1
+        if pool in self.recorded or pool in (name for name, _ in self.pinned):
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.recorded.append(pool)
+
+    def end(self, pool: Any) -> None:
+        if pool not in self.recorded:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recorded.remove(pool)
+
+    def release(self, pool: Any) -> None:
+        self.uses[pool] -= 1
+        assert self.uses[pool] >= 0
+
+    def multiply(self) -> None:
+        """A product of matrices in the capture under way: its workspace is baked in."""
+        assert self.under_way is not None
+        pool = self.workspaces.setdefault(self.stream, self.under_way.pool)
+        self.under_way.reads.add(pool)
+
+    def forbidden(self) -> None:
+        """What no capture may hold, a value that is read: it is invalid from here on."""
+        self.broken = True
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def sound(self) -> bool:
+        """Whether nothing is under way, and all that graphs read and allocators ask is there."""
+        graphs = [graph for graph in FakeGraph.alive if graph.cuda is self]
+        there = all(self.uses[pool] > 0 for graph in graphs if graph.ended for pool in graph.reads)
+        asked = all(graph() is not None for _, graph in self.pinned)
+        return not self.recorded and self.under_way is None and there and asked
+
+
+class FakeGraph:
+    """torch.cuda.CUDAGraph."""
+
+    cuda: FakeCuda
+    alive: ClassVar[weakref.WeakSet[FakeGraph]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.ended = False
+        self.reads = set[Any]()
+        self.alive.add(self)
+
+    def capture_begin(self, pool: Any) -> None:
+        self.cuda.begin(pool)
+        self.pool, self.cuda.under_way, self.cuda.broken = pool, self, False
+        self.cuda.pinned.append((pool, weakref.ref(self)))
+
+    def capture_end(self) -> None:
+        self.cuda.under_way = None
+        if self.cuda.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.cuda.end(self.pool)
+        self.cuda.pinned.pop()
+        self.ended = True
+
+    def replay(self) -> None:
+        assert self.ended
+
+    def reset(self) -> None:
+        if self.ended:
+            self.cuda.release(self.pool)
+            self.ended = False
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+class FakeCapturing:
+    """torch.cuda.graph, which leaves its stream current where ending the capture raises."""
+
+    def __init__(self, graph: FakeGraph, *, pool: Any, stream: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.graph, self.pool, self.stream = graph, pool, stream
+
+    def __enter__(self) -> None:
+        self.before, self.graph.cuda.stream = self.graph.cuda.stream, self.stream
+        self.graph.capture_begin(self.pool)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.graph.capture_end()
+        self.graph.cuda.stream = self.before

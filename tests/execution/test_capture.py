@@ -1,12 +1,19 @@
 """What captures: where it cannot, how far a replay may be off, and a failure that leaves no trace."""
 
+import contextlib
+import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from clearway.execution import capture as capturing
 from clearway.execution.capture import APART, TorchCapture, agrees
+from fake_capture import FakeCuda
 
 
 def test_a_replay_may_differ_by_rounding_and_by_no_more() -> None:
@@ -28,6 +35,124 @@ def test_a_replay_may_differ_by_rounding_and_by_no_more() -> None:
 def test_elsewhere_than_on_cuda_nothing_is_captured() -> None:
     assert TorchCapture().absent(torch.device("cpu")) == "CUDA graphs are for CUDA devices, this is cpu"
     assert TorchCapture().lock is TorchCapture().lock  # one memory, one lock
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    monkeypatch.setattr(capturing, "_memories", {})
+    made = FakeCuda()
+    made.put(monkeypatch)
+    return made
+
+
+def failing(fake: FakeCuda, how: str) -> Callable[[], Any]:
+    """A run that fails, in one of the ways in which one does."""
+
+    def run() -> None:
+        fake.multiply()
+        if how == "forbidden":
+            fake.forbidden()
+        if how == "interrupted":
+            fake.broken = True
+            raise KeyboardInterrupt
+        raise ValueError("its own")
+
+    return run
+
+
+WAYS = {"forbidden": RuntimeError, "interrupted": KeyboardInterrupt, "its own": ValueError}
+
+
+@given(st.lists(st.sampled_from([*WAYS, "sound", "sound", "drop"]), max_size=12))
+def test_after_any_failures_captures_go_on(steps: list[str]) -> None:
+    """And older graphs keep what they read, none of which is kept for longer than they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capturing, "_memories", {})
+        fake, graphs = FakeCuda(), list[Any]()
+        fake.put(patch)
+        backend = TorchCapture()
+        for step in steps:
+            if step in WAYS:
+                with pytest.raises(WAYS[step]) as found:
+                    backend.capture(failing(fake, step))
+                assert "previous error" not in str(found.value)  # but what it was
+                del found
+            elif step == "sound":
+                graphs.append(backend.capture(fake.multiply)[0])
+                graphs[-1]()
+            elif graphs:
+                del graphs[0]
+            assert fake.sound() and fake.stream == "the user's"
+        assert sum(fake.uses.values()) == len(graphs)
+        graphs.clear()
+        assert not any(fake.uses.values())
+
+
+def test_a_capture_after_a_failure_shares_memory_with_those_that_follow(fake: FakeCuda) -> None:
+    backend = TorchCapture()
+    old = backend.capture(fake.multiply)
+    (first,) = fake.uses
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        backend.capture(failing(fake, "forbidden"))
+    new = [backend.capture(fake.multiply) for _ in range(2)]
+    (second,) = fake.uses.keys() - {first}
+    assert fake.uses == {first: 1, second: 2}
+    assert fake.workspaces == {capturing._memory().capturing: second}
+    del old
+    assert fake.uses[first] == 0 and fake.sound()
+    del new
+
+
+def test_a_capture_that_cannot_begin_is_undone_too(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TorchCapture()
+    begin = fake.begin
+
+    def refused(pool: Any) -> None:
+        begin(pool)
+        raise RuntimeError("no stream for it")
+
+    fake.begin = refused  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no stream"):
+        backend.capture(fake.multiply)
+    fake.begin = begin  # type: ignore[method-assign]
+    assert fake.sound() and fake.stream == "the user's" and not any(fake.uses.values())
+    backend.capture(fake.multiply)
+
+
+def test_a_torch_that_cannot_end_a_pool_goes_on_with_another(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    backend = TorchCapture()
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        backend.capture(failing(fake, "forbidden"))
+    backend.capture(fake.multiply)[0]()
+
+
+def test_a_failure_holds_nothing_of_what_was_made(fake: FakeCuda) -> None:
+    """Its error is let go without the garbage collector, since what it made lies in a device's memory."""
+
+    class Made:
+        count = 0
+
+        def __init__(self) -> None:
+            Made.count += 1
+
+        def __del__(self) -> None:
+            Made.count -= 1
+
+    def run() -> None:
+        made = Made()
+        fake.forbidden()
+        del made
+
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            TorchCapture().capture(run)
+        assert Made.count == 0
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -53,6 +178,42 @@ def test_a_failure_leaves_the_stream_and_random_numbers_as_they_were(capture: To
     replay, output = capture.capture(lambda: x * 2)
     replay()
     assert torch.equal(output, x * 2)
+
+
+@pytest.mark.cuda
+def test_a_failure_beside_older_graphs_leaves_them_and_later_ones_sound(capture: TorchCapture) -> None:
+    left, right = (torch.randn(512, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
+    x = torch.randn(2**20, device="cuda")
+
+    def work() -> torch.Tensor:
+        return left @ right.t()
+
+    def wrong() -> float:
+        return float((work() + x[0]).repeat(64).sum())
+
+    def failed() -> int:
+        with pytest.raises(RuntimeError):
+            capture.capture(wrong)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    expected = capture.warm_up(work, 2)
+    graphs = []
+    for _ in range(3):
+        graphs.append(capture.capture(work))
+        failed()
+    for _ in range(3):
+        kept = graphs.pop(0)
+        graphs.append(capture.capture(work))
+        del kept
+        for replay, output in graphs:
+            replay()
+            torch.testing.assert_close(output, expected, rtol=1e-2, atol=0.5)
+    graphs.clear()
+    before = failed()
+    assert all(failed() <= before + 2**22 for _ in range(4))  # none keeps a memory of its own
 
 
 @pytest.mark.cuda

@@ -286,6 +286,9 @@ def test_calls_that_were_not_replayed_are_told_apart_from_none(network: Network)
     ("error", "reason"),
     [
         (RuntimeError("operation not permitted when stream is capturing"), "cannot be captured: operation"),
+        (RuntimeError("beginAllocateToPool: already recording"), "cannot be captured: beginAllocateToPool"),
+        (RuntimeError("INTERNAL ASSERT FAILED\nand more"), "cannot be captured: INTERNAL ASSERT FAILED"),
+        (TypeError("no such argument"), "cannot be captured: no such argument"),
         (torch.OutOfMemoryError("CUDA out of memory"), "no memory for its graph"),
     ],
 )
@@ -300,11 +303,44 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(
     assert [reason in told for told in run.pool.reasons] == [True]
 
 
-def test_other_errors_are_bugs(network: Network) -> None:
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        executor(network, error=RuntimeError("an illegal memory access"))(
-            torch.ones(1, 4), context=torch.ones(1, 4)
-        )
+def test_a_graph_that_cannot_be_replayed_is_none(network: Network) -> None:
+    class Unplayable(Recorder):
+        def capture(self, run: Any) -> tuple[Any, Any]:
+            _, output = super().capture(run)
+
+            def replay() -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+            return replay, output
+
+    run = executor(network, pool=Pool(Unplayable()))
+    for _ in range(2):
+        agree(run, network, torch.randn(2, 4), torch.randn(2, 4))
+    assert run.pool.reasons == {"there was no memory for its graph": 2} and run.pool.backend.captures == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), ValueError("its own")])
+def test_the_modules_own_errors_are_raised(error: Exception) -> None:
+    """In a warm-up; what comes of values that are thrown away is passed over, or no graph is made of it."""
+
+    class Wrong(nn.Module):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.at, self.count = at, Counter[str]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count["calls"] += 1
+            if self.count["calls"] == self.at:
+                raise error
+            return x * 2
+
+    for at in (2, 4):  # the warm-up that runs, and an eager call after a capture that failed
+        run = CudaGraph(Wrong(at), "unet", Counter(), Pool(Recorder(RuntimeError("not so"))))
+        with pytest.raises(type(error), match=str(error)):
+            for _ in range(2):
+                run(torch.ones(2))
+    run = CudaGraph(Wrong(1), "unet", Counter(), Pool(Recorder()))  # the one that only builds
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_arguments_that_are_not_captured(network: Network) -> None:
@@ -343,6 +379,32 @@ def test_on_a_device_a_replay_gives_what_the_network_gives(network: Network) -> 
                 expected = geglu(network.inner(x) + network.inner(context))
                 torch.testing.assert_close(run(x, context=context)[0], expected)
     assert run.routes == {"unet/cuda_graph": 9}
+
+
+@pytest.mark.cuda
+def test_on_a_device_a_failed_capture_is_a_reason_and_the_next_one_works(network: Network) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+    class Reading(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if float(x.sum()) else x
+
+    network.cuda()
+    run = executor(network, pool=Pool(TorchCapture()))
+    with torch.no_grad():
+        x, context = (torch.ones(rows, 4, device="cuda") for rows in (2, 2))
+        run(x, context=context)
+        for _ in range(3):
+            wrong = CudaGraph(Reading(), "reading", Counter(), Pool(TorchCapture()))
+            for _ in range(2):
+                torch.testing.assert_close(wrong(x), x * 2)
+            assert ["it cannot be captured: " in reason for reason in wrong.pool.reasons] == [True]
+            for rows in (2, 3, 4):  # a graph from before, and new ones
+                x, context = (torch.ones(rows, 4, device="cuda") for _ in range(2))
+                expected = geglu(network.inner(x) + network.inner(context))
+                torch.testing.assert_close(run(x, context=context)[0], expected)
+    assert run.routes == {"unet/cuda_graph": 10} and run.pool.made == 3
 
 
 def test_a_replay_that_gives_something_else_is_not_used() -> None:

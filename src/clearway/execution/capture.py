@@ -49,7 +49,9 @@ class _Memory:
 
     Each stream has a workspace of cuBLAS's (32 MiB on Hopper), hence one for all warm-ups and one for all
     captures. They are two, so that the workspace that a graph has baked in lies in the pool: torch.compile's
-    own graphs have all workspaces freed, and what lies in the pool stays the graphs'.
+    own graphs have all workspaces freed, and what lies in the pool stays the graphs'. It goes with the pool:
+    one begun after a failure (`handle` None), while older graphs live, has a workspace of its own. The older
+    pool is then those graphs' alone and lasts as long as they do.
     """
 
     warming: Any
@@ -57,6 +59,8 @@ class _Memory:
     handle: Any = None
     stream: Any = None
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    failed: list[Any] = field(default_factory=list)
+    """Graphs whose capture failed, kept: torch's allocator of pinned memory goes on asking them."""
 
 
 _LOCK = threading.RLock()
@@ -101,27 +105,48 @@ class TorchCapture:
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """One graph in the device's memory for graphs; a failure leaves the stream and random numbers as they
-        were."""
+        were, and the next capture a memory that can be entered. Raises what `run` raised, or what ended the
+        capture otherwise."""
         memory, before = _memory(), torch.cuda.current_stream()
-        if not memory.graphs:  # a pool that all graphs have left cannot be entered again
+        if memory.handle is None or not memory.graphs:  # a pool that all graphs have left is closed
             memory.handle = torch.cuda.graph_pool_handle()
             torch._C._cuda_clearCublasWorkspaces()  # the capturing stream's is made anew, in this pool
         graph = torch.cuda.CUDAGraph()
+        raised: list[BaseException] = []
         try:
             with torch.cuda.graph(
                 graph, pool=memory.handle, stream=memory.capturing, capture_error_mode="thread_local"
             ):
-                output = run()
+                try:
+                    output = run()
+                except BaseException as error:
+                    raised.append(error)
+                    raise
         except BaseException:
-            # where ending the capture raises too, torch.cuda.graph leaves its own stream current, and torch
-            # before 2.13 its random numbers waiting for the end
-            torch.cuda.set_stream(before)
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            with contextlib.suppress(RuntimeError):
-                generator.graphsafe_set_state(generator.clone_state())
-            raise
+            _give_up(memory, graph, before)
+            if not raised:
+                raise
+        if raised:  # not what ending the capture raised of it; here, and popped: no cycle holds what was made
+            raise raised.pop()
         memory.graphs.add(graph)
         return graph.replay, output
+
+
+def _give_up(memory: _Memory, graph: Any, before: Any) -> None:
+    """Undoes what a failed capture leaves: where ending it raises too, torch.cuda.graph leaves its own stream
+    current, its pool being recorded to, and (torch before 2.13) its random numbers waiting for the end."""
+    torch.cuda.set_stream(before)
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # ended already, or another torch
+        torch._C._cuda_endAllocateToPool(device, memory.handle)
+        torch._C._cuda_releasePool(device, memory.handle)  # entered and ended: the graph itself does not
+    memory.handle = None  # the pinned memory's pool of this name cannot be ended
+    generator = torch.cuda.default_generators[device]
+    with contextlib.suppress(RuntimeError):
+        generator.graphsafe_set_state(generator.clone_state())
+    with contextlib.suppress(RuntimeError):
+        graph.reset()
+    memory.failed.append(graph)
 
 
 def _memory() -> _Memory:

@@ -31,6 +31,7 @@ from clearway.ops import ahead, budget, contract
 
 WARM_UPS = 2
 """Calls before a capture; the first of them builds our kernels and launches none."""
+NO_MEMORY = "there was no memory for its graph"
 
 
 @dataclass(slots=True, eq=False)
@@ -154,40 +155,56 @@ class CudaGraph:
         frame, routes = Frame(tuple(lasting)), dict[str, int]()
         limit = budget.current(device).limit_bytes
 
+        turns, plainly = itertools.count(), False
+
         def run() -> Any:
             args, kwargs = pytree.tree_unflatten(own, call.tree)  # anew: a UNet takes residuals off its list
             return self.module(*args, **kwargs)
 
         def warm() -> Any:
+            nonlocal plainly
             if next(turns) == 0:  # kernels are built at once, not one by one
                 with within(Frame(tuple(lasting))):
                     ahead.build(run)
                 return None
+            plainly = True
             return run()
 
-        turns = itertools.count()
+        reason: str | None
         with budget.sampled(Device(device.type, device.index), limit) as sample, within(frame):
             try:
                 with contract.recording({}):
                     expected = self.pool.backend.warm_up(warm, WARM_UPS)
+                plainly = False
                 with contract.recording(routes):
                     replay, output = self.pool.backend.capture(run)
-            except RuntimeError as error:
+                reason = self._check(replay, output, expected, inputs)
+            except Exception as error:  # a fault of the device meets the eager call too, which raises it
                 if machine.is_out_of_memory(error):
-                    self.pool.evicted += len(self.pool.held)
-                    self.pool.held.clear()
-                    machine.release_memory(Device(device.type, device.index))
-                    return None, "there was no memory for its graph"
-                if "captur" in str(error).lower():
-                    return None, f"it cannot be captured: {one_line(error)}"
-                raise
+                    reason = NO_MEMORY
+                elif plainly and not (isinstance(error, RuntimeError) and "captur" in str(error).lower()):
+                    raise  # the module's own, of a call that has nothing of a graph yet
+                else:
+                    reason = f"it cannot be captured: {one_line(error)}"
+        if reason == NO_MEMORY:
+            self.pool.evicted += len(self.pool.held)
+            self.pool.held.clear()
+            machine.release_memory(Device(device.type, device.index))
+        if reason is not None:
+            return None, reason
+        unseen: list[Any] = [None] * len(inputs)
+        return Graph(replay, output, inputs, frame, sample, routes, unseen, list(unseen)), None
+
+    def _check(
+        self, replay: Callable[[], None], output: Any, expected: Any, inputs: list[Tensor]
+    ) -> str | None:
+        """Why a new graph does not stand for the call: replays it once."""
         if not all(
             isinstance(leaf, Tensor | int | float | str | None) for leaf in pytree.tree_leaves(output)
         ):
-            return None, f"its output is a {type(output).__name__}, which cannot be copied"
+            return f"its output is a {type(output).__name__}, which cannot be copied"
         self.pool.backend.enter(lambda: inputs)
         replay()
         if not agrees(output, expected):
-            return None, "its graph gives other values than it does (randomness, or a kernel out of order)"
-        unseen: list[Any] = [None] * len(inputs)
-        return Graph(replay, output, inputs, frame, sample, routes, unseen, list(unseen)), None
+            return "its graph gives other values than it does (randomness, or a kernel out of order)"
+        return None
