@@ -27,7 +27,7 @@ def with_implementation(name: str) -> list[str]:
     return [op for op in NAMES if any(i.name == name for i in OPS[op].implementations)]
 
 
-TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"))
+TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"), ("convolution", "split_k"))
 """Implementations of other names that launch Triton kernels; they may refuse some small cases."""
 
 
