@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -75,3 +78,31 @@ def test_the_bytes_do_not_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch)
     first = png.write(image)
     monkeypatch.setattr(png, "THREADS", 1)
     assert png.write(image) == first
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checks_of_pieces_are_joined_as_zlib_would_go_on(first: bytes, second: bytes) -> None:
+    joined = png._joined(zlib.adler32(first), zlib.adler32(second), len(second))
+    assert joined == zlib.adler32(second, zlib.adler32(first)) == zlib.adler32(first + second)
+
+
+def test_the_cost_of_a_row_is_that_of_its_signed_differences() -> None:
+    rows = np.arange(256, dtype=np.uint8)[:, None]
+    assert png._cost(rows).tolist() == [min(value, 256 - value) for value in range(256)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    program = (
+        "import os, numpy as np\n"
+        "from clearway.image import png\n"
+        "image = np.zeros((300, 512, 3), np.uint8)\n"
+        "before = png.write(image)\n"
+        "child = os.fork()\n"
+        "assert png.write(image) == before\n"
+        "if child:\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+        "else:\n"
+        "    os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)

@@ -2,14 +2,17 @@
 
 Rows are filtered by Sub or Up, whichever leaves the smaller sum, and deflated by runs and Huffman codes alone
 (zlib's Z_RLE): after such filters a search for longer matches finds next to nothing in a photograph. Bands of
-rows are deflated side by side, since zlib lets other threads run; where a band ends depends on the picture's
-width only, so the bytes are the same on every machine. What it takes, and what it makes larger:
-bench/results/intel-xeon-2-cores/png.jsonl, written by bench/png.py.
+rows are deflated side by side, since zlib lets other threads run, while this one filters the next band; where
+a band ends depends on the picture's width only, so the bytes are the same on every machine. The threads stay:
+new ones cost as much as their work, since each begins with memory that was never touched. What it takes, and
+what it makes larger: bench/results/intel-xeon-2-cores/png.jsonl, written by bench/png.py.
 Source: PNG 3rd edition (W3C 2025), RFC 1950 and 1951.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import struct
 import zlib
 from collections.abc import Iterable
@@ -18,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-BAND_BYTES = 2**18
+BAND_BYTES = 2**16
 THREADS = 8
 _SUB, _UP = 1, 2
+_ADLER = 65521
 
 
 def write(image: np.ndarray, texts: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
@@ -28,45 +32,78 @@ def write(image: np.ndarray, texts: Iterable[tuple[bytes, bytes]] = ()) -> bytes
     height, width, _ = image.shape
     rows = np.ascontiguousarray(image).reshape(height, width * 3)
     band = max(BAND_BYTES // (width * 3), 1)
-    starts = range(0, height, band)
-
-    def deflated(start: int) -> tuple[bytes, np.ndarray]:
-        filtered = _filtered(rows, start, min(start + band, height))
-        stream = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
-        last = start + band >= height
-        done = stream.compress(filtered.data) + stream.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
-        return done, filtered
-
-    if len(starts) == 1:
-        parts = [deflated(0)]
+    bands = (
+        (_filtered(rows, start, min(start + band, height)), start + band) for start in range(0, height, band)
+    )
+    if band >= height:
+        parts = [_deflated(filtered, True) for filtered, _ in bands]
     else:
-        with ThreadPoolExecutor(min(THREADS, len(starts))) as threads:
-            parts = list(threads.map(deflated, starts))
-    check = 1
-    for _, filtered in parts:
-        check = zlib.adler32(filtered.data, check)
-    pixels = b"".join((b"\x78\x01", *(done for done, _ in parts), struct.pack(">I", check)))
+        threads = _threads(THREADS)
+        begun = [threads.submit(_deflated, filtered, end >= height) for filtered, end in bands]
+        parts = [one.result() for one in begun]
+    check, done = 1, 0
+    for _, own, length in parts:
+        check, done = _joined(check, own, length), done + length
+    assert done == height * (1 + width * 3)
+    pixels = (b"\x78\x01", *(data for data, _, _ in parts), struct.pack(">I", check))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), *texts, (b"IDAT", pixels), (b"IEND", b""))
-    return SIGNATURE + b"".join(_chunk(kind, data) for kind, data in chunks)
+    pieces = [SIGNATURE, *_chunk(b"IHDR", header)]
+    for kind, data in texts:
+        pieces += _chunk(kind, data)
+    return b"".join((*pieces, *_chunk(b"IDAT", *pixels), *_chunk(b"IEND")))
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="clearway-png")
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def _deflated(filtered: np.ndarray, last: bool) -> tuple[bytes, int, int]:
+    """(deflated, Adler-32, how many bytes it was) of one band."""
+    stream = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
+    done = stream.compress(filtered.data) + stream.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
+    return done, zlib.adler32(filtered.data), filtered.nbytes
+
+
+def _joined(first: int, second: int, length: int) -> int:
+    """The Adler-32 of two pieces in a row, of theirs; `length` is the second's."""
+    low = (first & 0xFFFF) + (second & 0xFFFF) - 1
+    high = (first >> 16) + (second >> 16) + length * ((first & 0xFFFF) - 1)
+    return high % _ADLER << 16 | low % _ADLER
 
 
 def _filtered(rows: np.ndarray, start: int, end: int) -> np.ndarray:
     """Rows `start` to `end`, each behind the number of its filter, uint8 (rows, 1 + 3 W)."""
     band = rows[start:end]
-    sub = band.copy()
-    sub[:, 3:] -= band[:, :-3]
     up = band.copy()
     up[1:] -= band[:-1]
     if start:
         up[0] -= rows[start - 1]
-    costs = [np.minimum(one, 0 - one).sum(1, dtype=np.int64) for one in (sub, up)]  # of signed differences
-    by_up = costs[1] < costs[0]
     out = np.empty((end - start, 1 + rows.shape[1]), np.uint8)
+    sub = out[:, 1:]
+    sub[:, :3] = band[:, :3]
+    np.subtract(band[:, 3:], band[:, :-3], out=sub[:, 3:])
+    by_up = _cost(up) < _cost(sub)
     out[:, 0] = np.where(by_up, _UP, _SUB)
-    out[:, 1:] = np.where(by_up[:, None], up, sub)
+    sub[by_up] = up[by_up]
     return out
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(kind)))
+def _cost(rows: np.ndarray) -> np.ndarray:
+    """The sum of absolute values of each row, read as signed differences."""
+    wide = np.uint32 if rows.shape[1] < 2**25 else np.uint64  # uint32 is summed twice as fast
+    sizes: np.ndarray = np.abs(rows.view(np.int8)).view(np.uint8)  # of -128 it is 128, as it should be
+    sums: np.ndarray = sizes.sum(1, dtype=wide)
+    return sums
+
+
+def _chunk(kind: bytes, *data: bytes) -> list[bytes]:
+    """The pieces of a chunk: length, type, data, check."""
+    check = zlib.crc32(kind)
+    for piece in data:
+        check = zlib.crc32(piece, check)
+    return [struct.pack(">I", sum(map(len, data))), kind, *data, struct.pack(">I", check)]
