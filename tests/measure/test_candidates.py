@@ -35,6 +35,8 @@ def test_every_op_executor_and_layout_is_a_candidate() -> None:
     assert set(OPS) - {"cross_kv"} <= found.keys() and set(EXECUTORS) - {"eager"} <= found.keys()
     assert found["attention"].change.ops == ("attention", "cross_kv")
     assert found["residual_add"].change.ops == ("residual_add", "group_norm_silu")
+    assert found["convolution"].change.ops == ("convolution", "residual_add", "group_norm_silu")
+    assert "bias" in str(found["convolution"].absent)
     assert found["geglu"].change.ops == ("geglu",)
     assert "CUDA" in str(found["cuda_graph"].absent)
     assert "no executor" in str(found["block_graphs"].absent)

@@ -91,6 +91,34 @@ def test_biases_of_a_residual_block_are_folded_away(
         assert routes == {"group_norm_silu/reference": 2, "residual_add/reference": 1}
 
 
+@pytest.mark.parametrize(("options", "times"), [({"out_channels": 8}, 2), ({}, 3)], ids=str)
+def test_convolutions_of_a_residual_block_go_through_the_op(
+    options: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortcut's too, where there is one."""
+    monkeypatch.setattr(_fused_blocks, "bias_is_a_pass", lambda x: True)
+    block, routes = resnet(**options), dict[str, int]()
+    agree(block, _fused_blocks.routed_resnet, X.to(memory_format=torch.channels_last), TEMB)
+    with torch.no_grad(), contract.recording(routes):
+        _fused_blocks.routed_resnet(block, X, TEMB)
+    expected = {"group_norm_silu/reference": 2, "residual_add/reference": 1}
+    assert routes == {**expected, "convolution/reference": times}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"stride": 2}, {"dilation": 2, "padding": 2}, {"groups": 4}, {"padding": 0}, {"kernel_size": 5}],
+    ids=str,
+)
+def test_other_convolutions_do_not(change: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 16, **({"kernel_size": 3, "padding": 1, "bias": False} | change))
+    routes: dict[str, int] = {}
+    with torch.no_grad(), contract.recording(routes):
+        assert torch.equal(_fused_blocks._routed(conv, X), conv(X))
+    assert routes == {}
+
+
 @pytest.mark.parametrize("change", ["hook", "scale", "up", "gradient"])
 def test_biases_stay_where_they_cannot_be_folded(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fused_blocks, "bias_is_a_pass", lambda x: True)
@@ -219,5 +247,5 @@ def test_pictures_that_tile(make: Callable[[], Any], change: str, monkeypatch: p
             else:
                 conv._conv_forward = MethodType(in_one_direction, conv)
     is_resnet = isinstance(block, ResnetBlock2D)
-    run = _fused_blocks.folded_resnet if is_resnet else _fused_blocks.upsample
+    run = _fused_blocks.routed_resnet if is_resnet else _fused_blocks.upsample
     agree(block, run, X, *([TEMB] if is_resnet else []), fused=is_resnet)

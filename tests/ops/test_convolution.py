@@ -150,6 +150,13 @@ def test_plan_of_the_smallest_image_of_sd15() -> None:
     assert plan(512, 1280, 11520, 132, True)[:4] == (128, 128, 64, 3)
 
 
+@pytest.mark.parametrize(("roomy", "most_kib"), [(True, 163), (False, 99)])
+def test_what_is_read_ahead_fits_in_shared_memory(roomy: bool, most_kib: int) -> None:
+    for rows, outputs in itertools.product((8, 128, 512), (64, 320, 1280)):
+        made = plan(rows, outputs, 11520, 132, roomy)
+        assert 2 * made.stages * made.block_k * (made.block_m + made.block_n) <= 1024 * most_kib
+
+
 def test_shares_are_held_once_and_added_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors: shapes only."""
     launched: list[tuple[str, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []

@@ -22,8 +22,13 @@ SAME, PRECISION, LESS = WORK
 NGMS_SIGMAS = (1.0, 3.0)
 FEWER_STEPS = (0.8, 0.6)
 BATCHES = (1, 2, 4, 8, 16)
-WITH = {"attention": "cross_kv", "residual_add": "group_norm_silu", "cross_kv": "attention"}
-"""Ops that `accelerate` puts in place together with another, which does their work or needs it."""
+WITH: dict[str, tuple[str, ...]] = {
+    "attention": ("cross_kv",),
+    "convolution": ("residual_add", "group_norm_silu"),
+    "cross_kv": ("attention",),
+    "residual_add": ("group_norm_silu",),
+}
+"""Ops that `accelerate` puts in place together with others, which do their work or need it."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def routed(findings: Iterable[Mapping[str, Any]], ops: Sequence[str]) -> list[Ca
 
 
 def _together(op: str, ops: Sequence[str]) -> tuple[str, ...]:
-    return (op, WITH[op]) if WITH.get(op) in ops else (op,)
+    return (op, *(other for other in WITH.get(op, ()) if other in ops))
 
 
 def _slots(ops: Iterable[str]) -> frozenset[str]:
@@ -149,7 +154,7 @@ def _same(device: Device, request: Request) -> list[Candidate]:
         names = _together(op, OPS)
         why = "Clearway's op in place of the network's own layers"
         missing = None
-        if op == "residual_add" and device.kind != "cuda":
+        if op in ("convolution", "residual_add") and device.kind != "cuda":
             missing = f"convolutions on {device.kind} add their bias themselves"
         made.append(Candidate(op, SAME, Change(ops=names), _slots(names), why, missing))
     made.append(Candidate("all ops", SAME, Change(ops=OPS), _slots(OPS), "every op in place"))

@@ -8,6 +8,7 @@ Source: diffusers 0.36 to 0.42.1, models/resnet.py, upsampling.py, activations.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight, unheard
 from clearway.models._time_embedding import projected
+from clearway.ops.convolution import convolution
 from clearway.ops.geglu import geglu
 from clearway.ops.group_norm_silu import group_norm_silu
 from clearway.ops.residual_add import residual_add
@@ -53,6 +55,24 @@ def folded_resnet(
 ) -> Any:
     """ResnetBlock2D where convolutions add their bias in a pass of its own: the first one's goes into the
     second norm, the second's and the shortcut's into the residual addition."""
+    return _folded(_without_bias, block, input_tensor, temb, *args, **kwargs)
+
+
+def routed_resnet(
+    block: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`folded_resnet` whose convolutions go through the op too, which has its own way for small images."""
+    return _folded(_routed, block, input_tensor, temb, *args, **kwargs)
+
+
+def _folded(
+    convolve: Callable[[nn.Conv2d, Tensor], Tensor],
+    block: Any,
+    input_tensor: Tensor,
+    temb: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     convolutions = (block.conv1, block.conv2, block.conv_shortcut)
     if (
         not bias_is_a_pass(input_tensor)
@@ -65,13 +85,13 @@ def folded_resnet(
     if args or kwargs or needs_gradient(block, input_tensor) or refuse_resnet(block):
         return own(block, input_tensor, temb, *args, **kwargs)
     shift: Tensor | None = block.conv1.bias
-    h = _without_bias(block.conv1, _norm(block.norm1, input_tensor))
+    h = convolve(block.conv1, _norm(block.norm1, input_tensor))
     if block.time_emb_proj is not None and temb is not None and block.time_embedding_norm == "default":
         shift = projected(block, temb, folded=True)
-    h = _without_bias(block.conv2, block.dropout(_norm(block.norm2, h, shift)))
+    h = convolve(block.conv2, block.dropout(_norm(block.norm2, h, shift)))
     bias: Tensor | None = block.conv2.bias
     if block.conv_shortcut is not None:
-        input_tensor = _without_bias(block.conv_shortcut, input_tensor)
+        input_tensor = convolve(block.conv_shortcut, input_tensor)
         other = block.conv_shortcut.bias
         bias = other if bias is None else bias if other is None else bias + other
     out: Tensor = residual_add(h, bias, input_tensor)
@@ -89,6 +109,15 @@ def _foldable(conv: Any) -> bool:
 
 def _without_bias(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _routed(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    side = conv.kernel_size[0]
+    centred = conv.kernel_size in ((1, 1), (3, 3)) and conv.padding == (side // 2, side // 2)
+    if not centred or conv.stride != (1, 1) or conv.dilation != (1, 1) or conv.groups != 1:
+        return _without_bias(conv, x)
+    out: Tensor = convolution(x, conv.weight)
+    return out
 
 
 def refuse_resnet(block: Any) -> str | None:

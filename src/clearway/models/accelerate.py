@@ -36,6 +36,7 @@ from clearway.types import Choices
 
 OPS = (
     "attention",
+    "convolution",
     "cross_kv",
     "geglu",
     "group_norm_silu",
@@ -47,7 +48,8 @@ OPS = (
 )
 """What can be put in place, each on its own; `cross_kv` (keys and values of a context once) comes with
 `attention`, whose processor does it, `residual_add` (convolutions' biases folded away) and `time_embedding`
-(all blocks' projections of it as one) with `group_norm_silu`."""
+(all blocks' projections of it as one) with `group_norm_silu`, `convolution` (of small images, without their
+biases) with `residual_add`."""
 
 EVERY = (*OPS, *_dit.OPS)
 """With what is put in place in transformers (Flux, SD 3) alone."""
@@ -203,11 +205,15 @@ def _place(
             continue
         if kind is ResnetBlock2D and "group_norm_silu" in ops:
             within |= {id(module.norm1), id(module.norm2)}
-            run = _fused_blocks.folded_resnet if "residual_add" in ops else _fused_blocks.resnet
+            run: Callable[..., Any] = _fused_blocks.resnet
+            if "residual_add" in ops:
+                routed = "convolution" in ops
+                run = _fused_blocks.routed_resnet if routed else _fused_blocks.folded_resnet
             why = _fused_blocks.refuse_resnet(module)
             if _bind(name, module, "group_norm_silu", run, why, report):
-                if "residual_add" in ops:
-                    report.place("residual_add", name)
+                for what in ("residual_add", "convolution") if "residual_add" in ops else ():
+                    if what in ops:
+                        report.place(what, name)
                 if "time_embedding" in ops and not _time_embedding.refuse(module):
                     report.place("time_embedding", name)
                     timed.append(module)
