@@ -99,3 +99,40 @@ def test_a_frame_holds_buffers_that_refresh_fills_again() -> None:
     assert frame.refresh() == 0
     kept.forget()
     assert (frame.refresh(), frame.refresh(), first.sum()) == (1, 0, 42)
+
+
+def test_every_way_in_which_a_weight_changes_is_seen_once_all_is_settled() -> None:
+    """Of two values the one whose weight is another is made anew, and nothing where nothing is."""
+    kepts, source, unread = (Kept(), Kept()), torch.ones(2), torch.ones(2)
+    weights = [nn.Parameter(torch.ones(2), requires_grad=False) for _ in kepts]
+    frame = Frame((source, unread))
+    made = [Doubling(source, weight) for weight in weights]
+
+    def enter() -> None:
+        with within(frame):
+            for kept, weight, one in zip(kepts, weights, made, strict=True):
+                kept.get(source, [weight], one)
+
+    enter()
+    assert (frame.refresh(), frame.refresh([unread])) == (0, 0)
+    with torch.inference_mode():
+        other = torch.full((2,), 3.0)
+
+    changes = (
+        lambda: weights[1].add_(1),
+        lambda: setattr(weights[1], "data", torch.full((2,), 5.0)),
+        lambda: setattr(weights[1], "data", weights[1].data.to(torch.float64)),
+        lambda: kepts[1].forget(),
+        lambda: setattr(weights[1], "data", other),  # which has no version of its own
+    )
+    for change in changes:
+        before = [one.calls for one in made]
+        change()
+        assert (frame.refresh([unread]), frame.refresh([unread])) == (1, 0)
+        assert [one.calls for one in made] == [before[0], before[1] + 1]
+    assert frame.refresh([source]) == 2
+    third = Kept()
+    with within(frame):
+        (last,) = third.get(source, [weights[0]], Doubling(source, weights[0]))
+    source.fill_(9)
+    assert (frame.refresh([source]), last.sum()) == (3, 18)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ class Frame:
 
     sources: tuple[Tensor, ...]
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _settled: _Settled | None = None
 
     def get(
         self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
@@ -130,20 +132,48 @@ class Frame:
             found = self.held[key] = _Held(
                 owner, owner.forgotten, tuple(weights), _sign(weights), compute, values
             )
+            self._settled = None
         return found.values
 
     def refresh(self, changed: Sequence[Tensor] = ()) -> int:
         """Recomputes what is held for `changed` inputs, other weights, or what was forgotten; how many."""
+        touched = set(map(id, changed))
+        if self._settled is not None and self._settled.sources.isdisjoint(touched) and self._settled.holds():
+            return 0
         count = 0
         for (_, source), held in self.held.items():
             sign, forgotten = _sign(held.weights), held.owner.forgotten
-            other = sign != held.sign or forgotten != held.forgotten
-            if other or any(id(one) == source for one in changed):
+            if sign != held.sign or forgotten != held.forgotten or source in touched:
                 for buffer, value in zip(held.values, held.compute(), strict=True):
                     buffer.copy_(value)
                 held.sign, held.forgotten = sign, forgotten
                 count += 1
+        self._settled = _Settled(self.held)
         return count
+
+
+class _Settled:
+    """All that a frame holds as it was last made, to be compared in C's loops: at each replay."""
+
+    def __init__(self, held: dict[tuple[int, int], _Held]) -> None:
+        self.sources = {source for _, source in held}
+        self._owners = [one.owner for one in held.values()]
+        self._forgotten = [one.forgotten for one in held.values()]
+        self._weights = [weight for one in held.values() for weight in one.weights]
+        signs = [sign for one in held.values() for sign in one.sign]
+        self._addresses, self._dtypes = [sign[2] for sign in signs], [sign[3] for sign in signs]
+        counted = [(weight, sign[1]) for weight, sign in zip(self._weights, signs, strict=True)]
+        self._counted = [weight for weight, version in counted if version is not None]
+        self._versions = [version for _, version in counted if version is not None]
+
+    def holds(self) -> bool:
+        """Whether nothing was forgotten and every weight has its version, its address and its dtype."""
+        return (
+            list(map(attrgetter("forgotten"), self._owners)) == self._forgotten
+            and list(map(attrgetter("_version"), self._counted)) == self._versions
+            and list(map(Tensor.data_ptr, self._weights)) == self._addresses
+            and list(map(attrgetter("dtype"), self._weights)) == self._dtypes
+        )
 
 
 def _buffer(value: Tensor) -> Tensor:
