@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from threading import Thread
@@ -27,7 +27,7 @@ from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
 from clearway.request import Request
 from clearway.result import Result, joined
-from clearway.types import Choices, OnEvent, PicturesDone, StepDone
+from clearway.types import Choices, OnEvent, PicturesDone, Precision, StepDone
 
 SAMPLER_OPTIONS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax")
 SCHEDULE_OPTIONS = ("sigma_min", "sigma_max", "rho")
@@ -139,7 +139,13 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
                     request=request,
                     timings_ms=dict(clock.timings_ms),
                     routes=dict(routes),
-                    notes=(*unread, *placed.notes, *decoded.notes, *run.sentences(), *state.losses()),
+                    notes=(
+                        *unread,
+                        *placed.notes,
+                        *decoded.notes,
+                        *run.sentences(),
+                        *_losses(routes, model.precision),
+                    ),
                     choices=model.choices,
                 )
             )
@@ -164,6 +170,15 @@ def check(request: Request) -> Request:
     if request.sigma_min and request.sigma_max and request.sigma_min >= request.sigma_max:
         raise RequestError(f"sigma_min {request.sigma_min:g} must be below sigma_max {request.sigma_max:g}")
     return request
+
+
+def _losses(routes: Mapping[str, int], precision: Precision) -> tuple[str, ...]:
+    """What this machine lost that concerns a generation: of the ops that it used, in a dtype that it uses.
+
+    Other work in the process may have lost more. float32 is always one: parts are raised to it.
+    """
+    used = precision.unet, precision.text_encoder, precision.vae, precision.sampling, "float32"
+    return state.losses({key.partition("/")[0] for key in routes}, used)
 
 
 def _infotext(

@@ -55,6 +55,19 @@ def test_the_list_knows_earlier_verdicts(run, no_process: None) -> None:
     assert "failed: tiny float32: it is 3 from float64" in out
 
 
+def test_what_takes_no_case_is_refused_and_has_not_failed(
+    run, no_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streaming = next(i for i in ops.discover()["attention"].implementations if i.name == "streaming")
+    state.store_verdict(streaming, "cpu", False, "it takes no case", ("float64",), taken=False)
+    assert "it takes no case" not in run("ops", "list", "attention")[1]  # of another dtype nothing is known
+    none = state.store_verdict(streaming, "cpu", False, "it takes no case", (), taken=False)
+    assert "refused: it takes no case" in run("ops", "list", "attention")[1]
+    monkeypatch.setattr(verdicts, "isolated", lambda *_, **__: none)
+    code, out, _ = run("ops", "check", "attention", "--device", "cpu", "--json")
+    assert code == 0 and {row["verdict"] for row in json.loads(out)["results"]} == {"refused"}
+
+
 def test_check_runs_isolated_processes_and_writes_one_file(run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

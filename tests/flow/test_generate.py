@@ -27,6 +27,8 @@ from clearway import (
 )
 from clearway.execution import Eager
 from clearway.models import Model, chosen
+from clearway.models.accelerate import accelerate, restore
+from clearway.ops import state
 from clearway.types import Choices
 from never_waits import never_waits
 
@@ -261,6 +263,29 @@ def test_notes_say_once_what_ran_otherwise_than_chosen(sdxl: Model) -> None:
     with chosen.plainly():
         plain = clearway.generate(change(count=2, batch_size=1, steps=2), sdxl)
     assert np.array_equal(result.images, plain.images) and plain.notes == ()
+
+
+def test_notes_say_what_this_machine_lost_where_it_concerns_the_picture(sd1: Model) -> None:
+    """Not what other work in the process lost: of ops that did not run, or in a dtype that is not used."""
+    accelerate(sd1, ["geglu"], layout=None)
+    state.forget()
+    try:
+        for op, name, dtype in (
+            ("geglu", "one", torch.float64),
+            ("geglu", "two", torch.float32),
+            ("geglu", "three", None),
+            ("rope", "four", torch.float32),
+        ):
+            state.disable(op, name, "the compiler says no", dtype)
+        result = clearway.generate(change(steps=1), sd1)
+    finally:
+        state.forget()
+        restore(sd1)
+    assert any(route.startswith("geglu/") for route in result.routes)
+    assert result.notes == (
+        "geglu/two is not used in float32: the compiler says no",
+        "geglu/three is not used: the compiler says no",
+    )
 
 
 def test_text_encoders_are_not_compiled(sd1: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""An op whose implementations are wrong on purpose, each in its own way; the last one is sound."""
+"""An op whose implementations are wrong on purpose, each in its own way; the last two are sound."""
 
 from __future__ import annotations
 
@@ -81,4 +81,11 @@ def _takes_all(x: Tensor) -> Tensor:
 
 @faulty_double.implementation("sound", device="cpu")
 def _sound(x: Tensor) -> Tensor:
+    return x + x
+
+
+@faulty_double.implementation(
+    "single", device="cpu", refuse=lambda x: None if x.dtype == torch.float32 else f"x is {x.dtype}"
+)
+def _single(x: Tensor) -> Tensor:
     return x + x

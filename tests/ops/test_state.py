@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,36 @@ def test_what_cannot_be_built_in_one_dtype_is_used_in_the_others() -> None:
     assert state.losses() == ("stated/one is not used in float32: too little shared memory",)
 
 
+def test_a_refusal_is_no_loss(made: Implementation, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither said nor counted against other dtypes; known all the same, also by the next process."""
+    before = state.version()
+    state.store_verdict(made, "cpu", False, "it takes no case in float64", ("float64",), taken=False)
+    for _ in range(2):
+        assert state.ruled_out(made, "cpu", torch.float64) == "it takes no case in float64"
+        assert state.known(made, "cpu") is None and state.ruled_out(made, "cpu") is None
+        assert state.losses() == () and capsys.readouterr().err == ""
+        assert state.version() == before
+        state.forget()
+        before = state.version()
+    state.store_verdict(made, "cpu", True, "", ("float32",))
+    found = state.known(made, "cpu")
+    assert found.sound and found.reason == "" and found.dtypes == ("float32",)
+
+
+def test_losses_of_some_ops_in_some_dtypes(made: Implementation) -> None:
+    for name, dtype in (("one", torch.float64), ("two", torch.float16), ("three", None)):
+        state.disable("stated", name, "the compiler says no", dtype)
+    state.disable("another", "one", "the compiler says no")
+
+    def found(*given: Any) -> list[str]:
+        return [sentence.partition(" ")[0] for sentence in state.losses(*given)]
+
+    assert found() == ["stated/one", "stated/two", "stated/three", "another/one"]
+    assert found({"stated"}) == ["stated/one", "stated/two", "stated/three"]
+    assert found({"stated"}, ("float16", "float32")) == ["stated/two", "stated/three"]
+    assert found({"third"}) == [] == found((), ("float64",))
+
+
 def test_another_source_device_driver_or_torch_is_another_verdict(
     made: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +124,7 @@ def test_another_source_device_driver_or_torch_is_another_verdict(
         lambda content: content | {"seal": "0" * 64},
         lambda content: content | {"sound": "true"},
         lambda content: content | {"dtype": None},
+        lambda content: content | {"taken": False},  # a loss made a refusal
         lambda content: content | {"identity": "cpu, of a friend"},
         lambda content: {key: value for key, value in content.items() if key != "seal"},
         lambda content: [content],

@@ -85,8 +85,8 @@ def test_whatever_is_wrong_is_disabled_and_the_program_goes_on(
 
 
 def test_all_are_tested_at_once_and_a_crash_is_the_one_that_had_begun(on_a_gpu: Path) -> None:
-    """Ten implementations by three processes: those that end theirs are named, the others are judged."""
-    assert verdicts.prepare(("faulty_double",), "cpu", torch.float32) == 10
+    """Eleven implementations by three processes: those that end theirs are named, the others are judged."""
+    assert verdicts.prepare(("faulty_double",), "cpu", torch.float32) == 11
     assert verdicts.prepare(("faulty_double",), "cpu", torch.float32) == 0  # under way
     finished()
     for name, words in EXPECTED.items():
@@ -173,7 +173,7 @@ def test_a_failure_after_other_jobs_is_believed_only_from_a_fresh_process(
 def test_a_wait_is_for_one_verdict_and_it_comes_first(
     fake: type[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One worker, stuck in its first job: who needs the last of ten waits for that first one alone."""
+    """One worker, stuck in its first job: who needs one of the last waits for that first one alone."""
     go, order = threading.Event(), list[str]()
 
     def stuck(worker: Fake, job: Job) -> None:
@@ -224,6 +224,31 @@ def test_want_of_memory_says_nothing_of_the_implementation(fake: type[Fake], fre
     verdict = verdicts.found(named("sound"), "cpu", (torch.ones(2, 3),))
     assert not verdict.sound and "memory" in verdict.reason
     assert not home.path("verdicts").exists()
+
+
+def test_a_dtype_of_which_it_takes_nothing_is_refused_and_not_lost(
+    fresh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asked, where in (("float64", "float64"), (None, "any dtype")):
+        job = Job({"dtype": asked, "op": "faulty_double"}, 1.0)
+        job.lines = [{"case": "building its kernels", "dtype": asked or "", "begin": True}]
+        verdict = verdicts._concluded(named("sound"), "cpu", job)
+        assert not verdict.sound and verdict.sentence() == verdicts.NOTHING + where
+        assert state.losses() == () and capsys.readouterr().err == ""
+    assert state.ruled_out(named("sound"), "cpu", torch.float64) == verdicts.NOTHING + "any dtype"
+
+
+def test_what_was_expected_is_refused_in_a_dtype_that_others_have_asked_for(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own process: what refuses float64 is begun with what takes it."""
+    monkeypatch.setattr(verdicts, "_expected", {})
+    monkeypatch.setattr(verdicts, "ON_DEMAND", ())
+    monkeypatch.setattr(verdicts, "_candidates", lambda name, kind: [named("single")])
+    verdicts.prepare(("faulty_double",), "cpu", torch.float64)
+    finished()
+    assert "none of the cases" in state.ruled_out(named("single"), "cpu", torch.float64)
+    assert state.losses() == () and state.known(named("single"), "cpu") is None
 
 
 def test_wrong_in_one_dtype_is_used_in_the_others(fake: type[Fake]) -> None:

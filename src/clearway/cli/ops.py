@@ -10,6 +10,7 @@ from clearway.errors import RequestError, UnavailableError, nearest
 
 if TYPE_CHECKING:
     from clearway.ops.contract import Implementation, Op
+    from clearway.ops.state import Verdict
 
 NAMES = ("ops",)
 
@@ -77,7 +78,7 @@ def _kind(one: Implementation) -> str:
 
 
 def _standing(one: Implementation, kind: str) -> dict[str, str]:
-    """What is known of an implementation here: its verdict is stock, sound, untested, failed or absent."""
+    """What is known of an implementation here: stock, sound, untested, failed, refused or absent."""
     from clearway import device
     from clearway.ops import state
 
@@ -92,7 +93,12 @@ def _standing(one: Implementation, kind: str) -> dict[str, str]:
     if found.sound:
         wrong = f"; not used {found.reason}" if found.reason else ""
         return {"verdict": "sound", "detail": f" in {', '.join(found.dtypes)}, tested {found.date}{wrong}"}
-    return {"verdict": "failed", "detail": f": {found.reason}, tested {found.date}"}
+    return {"verdict": _failed(found), "detail": f": {found.reason}, tested {found.date}"}
+
+
+def _failed(found: Verdict) -> str:
+    """What an implementation that is not sound is said to be."""
+    return "failed" if found.taken else "refused"
 
 
 def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
@@ -120,7 +126,7 @@ def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
                 cases.append({"case": case, "problem": problem})
 
             found = verdicts.isolated(one, kind, every_case=True, on_line=heard)
-            verdict = "sound" if found.sound else "failed"
+            verdict = "sound" if found.sound else _failed(found)
             results.append({**row, "verdict": verdict, "reason": found.reason, "cases": cases})
             if not args.json:
                 say(f"{op.name}/{one.name}: {len(cases)} cases, {_words(results[-1])}")

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ _FIELDS = {
     "identity": str,
     "dtype": str,
     "sound": bool,
+    "taken": bool,
     "reason": str,
     "date": str,
 }
@@ -65,16 +66,18 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a self-test found: sound in `dtypes`, or not and why; without dtypes in none."""
+    """What a self-test found: sound in `dtypes`, or not and why; without dtypes in none. `taken` False: the
+    implementation takes nothing there, so nothing was tested; that is a refusal, and no loss."""
 
     sound: bool
     reason: str
     dtypes: tuple[str, ...] = ()
     date: str = ""
+    taken: bool = True
 
     def sentence(self) -> str:
         """Why the implementation is not used."""
-        return f"its self-test on this machine failed: {self.reason}"
+        return f"its self-test on this machine failed: {self.reason}" if self.taken else self.reason
 
 
 def version() -> int:
@@ -115,9 +118,14 @@ def disabled(op: str, implementation: str, dtype: torch.dtype | None = None) -> 
     return reason
 
 
-def losses() -> tuple[str, ...]:
-    """What this process found unusable on this machine, a sentence each."""
-    return tuple(_loss(*key, reason) for key, reason in list(_said.items()))
+def losses(ops: Container[str] | None = None, dtypes: Container[str] | None = None) -> tuple[str, ...]:
+    """What this process found unusable on this machine, a sentence each: all, or what concerns these ops in
+    these dtypes."""
+    return tuple(
+        _loss(op, implementation, dtype, reason)
+        for (op, implementation, dtype), reason in list(_said.items())
+        if (ops is None or op in ops) and (dtypes is None or not dtype or dtype in dtypes)
+    )
 
 
 def _say(op: str, implementation: str, dtype: str, reason: str) -> None:
@@ -188,13 +196,14 @@ def known(implementation: Implementation, kind: str, dtype: torch.dtype | None =
     """The verdict that covers `dtype` on just this machine of just this source; else None.
 
     Without a dtype all that is known together: sound where it is sound in any, the reason what speaks
-    against others.
+    against others; what it refuses in one dtype speaks against none.
     """
     if dtype is not None:
         return _held(implementation, kind, ANY) or _held(implementation, kind, dtype_name(dtype))
-    found = {name: one for name in _NAMES if (one := _held(implementation, kind, name)) is not None}
-    if not found or ANY in found:
-        return found.get(ANY)
+    held = {name: one for name in _NAMES if (one := _held(implementation, kind, name)) is not None}
+    found = {name: one for name, one in held.items() if one.taken}
+    if not found or ANY in held:
+        return held.get(ANY)
     sound = tuple(sorted(name for name, one in found.items() if one.sound))
     wrong = [f"in {name}: {one.reason}" for name, one in found.items() if not one.sound]
     return Verdict(bool(sound), "; ".join(wrong), sound, max(one.date for one in found.values()))
@@ -207,11 +216,16 @@ def ruled_out(implementation: Implementation, kind: str, dtype: torch.dtype | No
 
 
 def store_verdict(
-    implementation: Implementation, kind: str, sound: bool, reason: str, dtypes: tuple[str, ...]
+    implementation: Implementation,
+    kind: str,
+    sound: bool,
+    reason: str,
+    dtypes: tuple[str, ...],
+    taken: bool = True,
 ) -> Verdict:
     """Keeps a verdict in `dtypes` for this machine; an unsound one without dtypes holds in all."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    made = Verdict(sound, reason, tuple(sorted(dtypes)), today)
+    made = Verdict(sound, reason, tuple(sorted(dtypes)), today, taken)
     for dtype in made.dtypes or (ANY,):
         content = {
             "op": implementation.op,
@@ -219,6 +233,7 @@ def store_verdict(
             "identity": identity(kind),
             "dtype": dtype,
             "sound": sound,
+            "taken": taken,
             "reason": reason,
             "date": today,
         }
@@ -229,13 +244,13 @@ def store_verdict(
 
 
 def remember(implementation: Implementation, kind: str, verdict: Verdict) -> None:
-    """Holds a verdict for this process; an unsound one is said once and changes routes."""
+    """Holds a verdict for this process; an unsound one is said once and changes routes, a refusal neither."""
     for dtype in verdict.dtypes or (ANY,):
         _verdicts[implementation, kind, dtype] = verdict
-        if not verdict.sound:
+        if not verdict.sound and verdict.taken:
             where = "" if dtype == ANY else dtype
             _say(implementation.op, implementation.name, where, verdict.sentence())
-    if not verdict.sound:
+    if not verdict.sound and verdict.taken:
         changed()
 
 
@@ -330,4 +345,4 @@ def _read(implementation: Implementation, kind: str, dtype: str) -> Verdict | No
     if who != (implementation.op, implementation.name, identity(kind), dtype):
         return None
     dtypes = () if dtype == ANY else (dtype,)
-    return Verdict(content["sound"], content["reason"], dtypes, content["date"])
+    return Verdict(content["sound"], content["reason"], dtypes, content["date"], content["taken"])

@@ -28,7 +28,7 @@ WORKER_BYTES = device.CONTEXT_BYTES + 2**28
 SHARE = 4  # workers take one part of so many of the GPU memory that is free: a model may be on its way there
 ON_DEMAND = ("cpu",)
 """Kinds on which nothing is begun before it is needed."""
-NOTHING = "none of its op's small cases is one that it takes in this dtype"
+NOTHING = "it takes none of the cases that its op is tested with in "
 
 _Key = tuple[Implementation, str, str]
 
@@ -201,7 +201,9 @@ def _concluded(implementation: Implementation, kind: str, job: Job) -> state.Ver
         wrong.setdefault(str((last or {}).get("dtype") or ""), []).insert(0, f"its process {job.end}{where}")
         checked = set()  # it did not come to the end of any
     elif not checked and not wrong:
-        wrong[""] = [NOTHING]
+        return state.store_verdict(
+            implementation, kind, False, NOTHING + (asked[0] if asked else "any dtype"), asked, taken=False
+        )
     made = []
     for dtype, problems in wrong.items():
         reason = problems[0] if len(problems) == 1 else f"{problems[0]} (and {len(problems) - 1} more)"
