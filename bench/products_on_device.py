@@ -1,0 +1,254 @@
+"""The products of the UNets' transformers by each choice of cuBLASLt's heuristic, beside PyTorch's own.
+
+    python bench/products_on_device.py --output bench/results/<machine>/products.jsonl
+
+Each contender's calls, over sets of inputs that together are more than the cache holds, are captured in one
+graph and its replays timed between two events, contenders taking turns; fp16, random data. The first line
+says where the figures come from, then one JSON line a product, written at once: microseconds of a call
+(median) by contender, "linear" being F.linear and numbers the heuristic's order, ", memsets by kernels" with
+those nodes replaced (execution/memsets.py); the memset nodes that a call has in its graph; how far results
+are from float64's, as a ratio of norms, beside F.linear's; then what the op would choose by its own trial,
+and how long that takes. With `--device cpu --small` two small products run, by F.linear alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from candidate_kernels import PRODUCTS
+from candidates_timed import chained, drawn, in_turns
+from ops_on_device import Call, Run
+from torch import Tensor
+from torch.nn import functional as F
+
+from clearway import device
+from clearway.measure.provenance import provenance
+from clearway.ops import _cublaslt, _linear_choices, _linear_trial
+
+LINEAR, BY_KERNELS = "linear", ", memsets by kernels"
+SMALL = ((16, 32, 24, True), (8, 16, 32, False))
+MOST = 16
+WIDE = 256
+"""Bytes of alignment that the heuristic takes for granted where it is told nothing."""
+CHECKED_ROWS = 256
+"""Rows of a result that are compared with float64's."""
+
+Calls = Sequence[Call]
+
+
+def used() -> list[tuple[int, int, int, bool]]:
+    """(rows, outputs, inputs, whether there is a bias) as the UNets have them: packed projections of
+    self-attention and cross-attention's queries have none, all others one."""
+    found = []
+    for rows, outputs, inputs in PRODUCTS:
+        if outputs in (inputs, 3 * inputs):
+            found.append((rows, outputs, inputs, False))
+        if outputs != 3 * inputs:
+            found.append((rows, outputs, inputs, True))
+    return found
+
+
+def measure(run: Run, rows: int, outputs: int, inputs: int, biased: bool) -> None:
+    """One product by all contenders: a line."""
+    x, weight = drawn(run, rows, inputs), drawn(run, outputs, inputs, fan=inputs)
+    bias = drawn(run, outputs) if biased else None
+    sets = _linear_trial.copies((x, weight), _linear_trial.cache_bytes(0) if run.kind == "cuda" else 1)
+    calls: dict[str, Calls] = {LINEAR: [lambda one=one: F.linear(*one, bias) for one in sets]}
+    told: dict[str, Any] = {}
+    if run.kind == "cuda":
+        shape = _cublaslt.Shape(x.get_device(), x.dtype, rows, outputs, inputs, biased)
+        choices = asked(shape, told)
+        for choice in choices:
+            calls[str(choice.number)] = [
+                lambda one=one, choice=choice: _cublaslt.binding().run(shape, choice, *one, bias)
+                for one in sets
+            ]
+    failed: dict[str, str] = {}
+    errors = checked(calls, x, weight, bias, failed, told)
+    ready = made(run, {name: each for name, each in calls.items() if name not in failed}, failed, told)
+    us = {
+        name: round(1e3 * statistics.median(taken) / len(sets), 2)
+        for name, taken in in_turns(run, ready).items()
+    }
+    if run.kind == "cuda":
+        told["trial"] = tried(shape, x, weight, bias)
+    own = errors.get(LINEAR, float("nan"))
+    run.write(
+        part="product",
+        case=f"{rows}x{outputs}x{inputs}{' bias' * biased}",
+        sets=len(sets),
+        us=dict(sorted(us.items(), key=lambda item: item[1])),
+        error_of_linear=float(f"{own:.3g}"),
+        times_its_error={name: float(f"{error / own:.3g}") for name, error in errors.items()},
+        failed=failed,
+        **told,
+    )
+
+
+def asked(shape: _cublaslt.Shape, told: dict[str, Any]) -> list[_cublaslt.Choice]:
+    """The choices; tells what is to be known of them."""
+    cublas = _cublaslt.binding()
+    found = cublas.choices(shape, MOST)
+    wide = {one.algorithm: one.number for one in cublas.choices(shape, MOST, WIDE)}
+    told["asked_again_the_same"] = [one.algorithm for one in cublas.choices(shape, MOST)] == [
+        one.algorithm for one in found
+    ]
+    told["index_at_256_bytes"] = [wide.get(one.algorithm) for one in found]
+    told["algorithms"] = [hashlib.sha256(one.algorithm).hexdigest()[:6] for one in found]
+    told["workspace_bytes"] = [one.workspace for one in found]
+    told["waves"] = [one.waves for one in found]
+    return found
+
+
+def checked(
+    calls: Mapping[str, Calls],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    failed: dict[str, str],
+    told: dict[str, Any],
+) -> dict[str, float]:
+    """‖result − float64's‖ / ‖float64's‖ of each, over rows from all places; tells which give the bits of
+    F.linear. What fails, or gives other bits a second time, is put down in `failed`."""
+    some = slice(None, None, max(x.shape[0] // CHECKED_ROWS, 1))
+    want = F.linear(x[some].double(), weight.double(), None if bias is None else bias.double())
+    errors: dict[str, float] = {}
+    plain = calls[LINEAR][0]()
+    same = []
+    for name, each in calls.items():
+        try:
+            first, again = each[0](), each[0]()
+        except _cublaslt.Failed as error:
+            failed[name] = str(error)[:200]
+            continue
+        errors[name] = float((first[some].double() - want).norm() / want.norm())
+        if not torch.equal(first, again):
+            failed[name] = "a second call gives other bits"
+        if name != LINEAR and torch.equal(first, plain):
+            same.append(name)
+    told["bits_of_linear"] = same
+    return errors
+
+
+def made(
+    run: Run, calls: Mapping[str, Calls], failed: dict[str, str], told: dict[str, Any]
+) -> dict[str, Call]:
+    """Each contender's calls as one: on CUDA the replay of their graph, and of one without memset nodes
+    where there are any."""
+    if run.kind != "cuda":
+        return {name: chained(each) for name, each in calls.items()}
+    ready: dict[str, Call] = {}
+    nodes: dict[str, Any] = {}
+    stream = _linear_trial.capturable(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream())
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(stream):
+        for name, each in calls.items():
+            each[0]()
+            try:
+                graph = _linear_trial.captured(each, pool, keep_graph=True)
+                nodes[name] = memsets_in(graph, len(each))
+                graph.instantiate()
+                ready[name] = graph.replay
+            except RuntimeError as error:
+                failed[name] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            if nodes[name] != 0:
+                with_kernels(name, each, pool, ready, failed)
+        for replay in ready.values():
+            replay()
+    torch.cuda.current_stream().wait_stream(stream)
+    told["memsets"] = {name: count for name, count in nodes.items() if count != 0}
+    return ready
+
+
+def with_kernels(name: str, calls: Calls, pool: Any, ready: dict[str, Call], failed: dict[str, str]) -> None:
+    """The same graph with its memsets made kernels, as networks' graphs have them."""
+    try:
+        from clearway.execution.memsets import Memsets
+
+        changed = Memsets()
+        graph = _linear_trial.captured(calls, pool, keep_graph=True)
+        changed.finish(graph)
+        if changed.reason is not None:
+            raise RuntimeError(changed.reason)
+        ready[name + BY_KERNELS] = graph.replay
+    except Exception as error:  # the other figures are wanted all the same
+        failed[name + BY_KERNELS] = f"{type(error).__name__}: {error}"[:200]
+
+
+def memsets_in(graph: Any, calls: int) -> float | str:
+    """Memset nodes for each call of a graph that is not instantiated yet, or why they were not counted."""
+    try:
+        from clearway.execution.nodes import MEMSET, Driver
+
+        driver = Driver()
+        found = sum(driver.kind(node) == MEMSET for node in driver.nodes(graph.raw_cuda_graph()))
+        return round(found / calls, 2)
+    except Exception as error:  # times are wanted all the same
+        return f"{type(error).__name__}: {error}"[:100]
+
+
+def tried(shape: _cublaslt.Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """What the op's own trial chooses, and the milliseconds that it takes with all around it."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    found = _linear_choices.Choices(_cublaslt.binding()).of(shape, x, weight, bias)
+    torch.cuda.synchronize()
+    return {
+        "number": None if found is None else found.number,
+        "ms": round(1e3 * (time.perf_counter() - began), 1),
+    }
+
+
+def main() -> None:
+    """Product by product; one that fails says so in a line, and the next one follows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="write the lines to this file")
+    parser.add_argument("--device", default="cuda", choices=device.KINDS)
+    parser.add_argument("--small", action="store_true", help="two small products, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--limit-s", type=float, default=35.0, help="start no further product after this")
+    given = parser.parse_args()
+    given.dtype, given.compile = "float16", False
+    torch.manual_seed(0)
+    file = None
+    if given.output is not None:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        file = given.output.open("w", encoding="utf-8")
+    run = Run(given, file)
+    about = provenance(device.pick(given.device), dtype="float16", data="random")
+    run.write(bench="products", source="bench/products_on_device.py", provenance=about)
+    absent = _cublaslt.absent()
+    if absent is None:
+        library = _cublaslt.binding().library
+        run.write(cublaslt=library.version(), path=os.path.basename(library.path))
+    else:
+        run.write(cublaslt=None, why=absent)
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["CLEARWAY_HOME"] = home  # trials begin from nothing, and leave nothing behind
+        for case in SMALL if run.small else used():
+            if run.late():
+                run.write(case=str(case), skipped="the time was up")
+                continue
+            try:
+                with torch.no_grad():
+                    measure(run, *case)
+            except Exception as error:  # the other products' figures are worth having
+                run.write(case=str(case), failed=f"{type(error).__name__}: {error}"[:300])
+    run.write(seconds=round(time.monotonic() - run.started, 1))
+    if file is not None:
+        file.close()
+
+
+if __name__ == "__main__":
+    main()
