@@ -2,12 +2,14 @@
 
     python bench/memory_on_device.py --output bench/results/<machine>/memory.jsonl
 
-Each case, "sdxl-random:8" for SDXL of random weights on a card of 8 GiB, draws one picture of the model's
-own size with everything resident, then under a cap: torch's allocator may take the card's size less what a
-process takes beside tensors (device.CONTEXT_BYTES), and the plan is made for that. Weights that are larger
-than that begin on the host, where loading would have left them. One JSON line a case: the estimates by part,
-the plan, what was really held (tensors by stage, torch's allocator, the driver), times, and how far the
-picture is from the resident one. Without CUDA nothing is capped or moved, and the rest runs all the same.
+Each case, "sdxl-random:8" for SDXL of random weights on a card of 8 GiB, is a process of its own, capped from
+its start: torch's allocator may take the card's size less what a process takes beside tensors
+(device.CONTEXT_BYTES), the model is loaded under that, on the host where it does not fit, and the placement
+is planned for it. Pictures of the model's own size are drawn so, and the process's peak is taken then; only
+after that the cap is lifted and the same picture drawn with everything resident, to compare. One JSON line a
+case: the estimates by part, the plan, what was really held (tensors by stage, torch's allocator, the driver),
+times, and how far the picture is from the resident one. Without CUDA nothing is capped or moved, and the rest
+runs all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ import argparse
 import dataclasses
 import gc
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ import torch
 import clearway
 from clearway import device as machine
 from clearway.device import CONTEXT_BYTES, Device
+from clearway.errors import UnavailableError
 from clearway.execution.release import release
 from clearway.measure.memory import Meter
 from clearway.measure.provenance import provenance
@@ -81,39 +88,60 @@ def live_by_stage(model: Model, request: clearway.Request) -> dict[str, int]:
     return peaks
 
 
-def measured(model: Model, size: float, steps: int) -> dict[str, Any]:
-    """One case; the model is resident before and after."""
+@contextmanager
+def limited(device: Device, cap: int) -> Iterator[None]:
+    """Within it torch's allocator takes no more of a CUDA device than a card of `cap` bytes leaves it: apart
+    from the library's own cap, which is under measurement."""
+    if device.kind != "cuda":
+        yield
+        return
+    index = device.index or 0
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min((cap - CONTEXT_BYTES) / total, 1.0), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
+
+
+def loaded(name: str, device: Device, precision: Precision, cap: int) -> tuple[Model, str]:
+    """(model, "device" or "host", where its weights lie): as `clearway.load` does, on the host where the
+    device has no memory for all of it."""
+    try:
+        with machine.capped(device, cap):
+            return random_model(name, device, precision), "device"
+    except UnavailableError:
+        if device.kind != "cuda":
+            raise
+    gc.collect()
+    machine.release_memory(device)
+    model = random_model(name, Device("cpu"), precision)
+    return dataclasses.replace(model, device=device), "host"
+
+
+def measured(name: str, device: Device, precision: Precision, size: float, steps: int) -> dict[str, Any]:
+    """One case, in a process that has used the device for nothing else."""
     request = clearway.Request(prompt="a red apple", negative_prompt="blurry", steps=steps, seed=1)
+    cap = int(size * GIB)
+    with limited(device, cap):
+        with Meter(device, 0.002) as loading:
+            model, loaded_on = loaded(name, device, precision, cap)
+        weights = {part: estimate.weight_bytes(held) for part, held in modules(model).items()}
+        capped = dataclasses.replace(model, memory_limit_bytes=cap)
+        order = request.resolved(model.defaults)
+        with Meter(device, 0.002) as first_meter:
+            as_drawn = chosen.applied(capped, order.width, order.height)
+            plan = placement.plan(as_drawn, order).record()
+            _, first_s = drawn(capped, request, 1)
+        with Meter(device, 0.002) as meter:
+            result, again_s = drawn(capped, request, 2)
+        outside = meter.driver_end_bytes - machine.held(device).reserved_bytes
+        live = live_by_stage(capped, request)
+    allocator = max(one.allocator_peak_bytes or 0 for one in (loading, first_meter, meter))
     emptied(model)
     whole, resident_s = drawn(model, request, 3)
-    emptied(model)
-    cap = int(size * GIB)
-    weights = {part: estimate.weight_bytes(held) for part, held in modules(model).items()}
-    capped = dataclasses.replace(model, memory_limit_bytes=cap)
-    order = request.resolved(model.defaults)
-    loaded_on = "device"
-    if model.device.kind == "cuda" and sum(weights.values()) > cap - CONTEXT_BYTES:
-        loaded_on = "host"
-        placement.rest(model)
-    if model.device.kind == "cuda":  # apart from the library's own cap: nothing below can take more
-        total = torch.cuda.get_device_properties(model.device.index or 0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min((cap - CONTEXT_BYTES) / total, 1.0))
-    try:
-        as_drawn = chosen.applied(capped, order.width, order.height)
-        plan = placement.plan(as_drawn, order).record()
-        with Meter(model.device, 0.002) as first_meter:
-            _, first_s = drawn(capped, request, 1)
-        with Meter(model.device, 0.002) as meter:
-            result, again_s = drawn(capped, request, 2)
-        outside = meter.driver_end_bytes - machine.held(model.device).reserved_bytes
-        live = live_by_stage(capped, request)
-    finally:
-        if model.device.kind == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    emptied(model)
     error = (result.images.astype(np.float64) - whole.images).ravel()
     square = float(np.mean(error**2))
-    allocator = max(first_meter.allocator_peak_bytes or 0, meter.allocator_peak_bytes or 0)
     return {
         "case": f"{model.name}, {size:g} GiB",
         "size": f"{order.width}x{order.height}",
@@ -126,11 +154,12 @@ def measured(model: Model, size: float, steps: int) -> dict[str, Any]:
         "plan": plan,
         "notes": list(result.notes),
         "live_peak_by_stage_bytes": live,
+        "memory_loading": loading.as_record(),
         "memory_first": first_meter.as_record(),
         "memory": meter.as_record(),
         "outside_allocator_bytes": outside,
         "process_peak_bytes": allocator + outside,
-        "within_cap": allocator + outside <= cap if model.device.kind == "cuda" else None,
+        "within_cap": allocator + outside <= cap if device.kind == "cuda" else None,
         "resident_s": resident_s,
         "capped_first_s": first_s[0],
         "capped_s": again_s,
@@ -141,7 +170,13 @@ def measured(model: Model, size: float, steps: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def each(cases: list[str], arguments: list[str]) -> int:
+    """Each case in a process of its own, with these arguments besides; 1 where one of them failed."""
+    commands = [[sys.executable, __file__, *arguments, "--case", case] for case in cases]
+    return int(any([subprocess.run(command, check=False).returncode for command in commands]))
+
+
+def main() -> int:
     """Runs the cases, one line each, written at once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="append the lines to this file")
@@ -151,27 +186,26 @@ def main() -> None:
     parser.add_argument("--dtype", help="of all parts (float16 on CUDA, else float32)")
     parser.add_argument("--vae-dtype", help="the VAE's, where it is another")
     given = parser.parse_args()
+    cases = given.case or list(CASES)
+    if len(cases) > 1:
+        options = ("output", "device", "steps", "dtype", "vae_dtype")
+        named = {f"--{name.replace('_', '-')}": getattr(given, name) for name in options}
+        return each(cases, [f"{name}={value}" for name, value in named.items() if value is not None])
     device: Device = machine.pick(given.device)
     dtype = given.dtype or ("float16" if device.kind == "cuda" else "float32")
     precision = Precision(unet=dtype, text_encoder=dtype, vae=given.vae_dtype or dtype)
-    about, model = provenance(device), None
-    for case in given.case or CASES:
-        name, _, size = case.partition(":")
-        begun = time.perf_counter()
-        if model is None or model.name != name:
-            model = None  # before the next one comes
-            gc.collect()
-            machine.release_memory(device)
-            model = random_model(name.removesuffix(SUFFIX), device, precision)
-        line = {**measured(model, float(size), given.steps), **about}
-        line["took_s"] = round(time.perf_counter() - begun, 1)
-        text = json.dumps(line, ensure_ascii=False)
-        print(text, flush=True)
-        if given.output is not None:
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            with given.output.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+    name, _, size = cases[0].partition(":")
+    begun = time.perf_counter()
+    line = measured(name.removesuffix(SUFFIX), device, precision, float(size), given.steps)
+    line = {**line, **provenance(device), "took_s": round(time.perf_counter() - begun, 1)}
+    text = json.dumps(line, ensure_ascii=False)
+    print(text, flush=True)
+    if given.output is not None:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        with given.output.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
