@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from clearway.ops import _triton, selftest
+from clearway.ops._described import Described
+from clearway.ops._gluon import GluonKernel
 from clearway.ops.contract import OPS
-from ops.registry import TRITON_TOO, named, refused, with_implementation
+from ops.registry import GLUON, TRITON_TOO, named, refused, with_implementation
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory a block may have, by compute capability (CUDA C++ Programming Guide)."""
@@ -30,7 +32,7 @@ def launches(every: bool) -> list[Launch]:
     found: dict[object, Launch] = {}
     recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     _triton.Kernel.launch = lambda self, grid, *args, **constants: recorded.append((self, args, constants))  # type: ignore[method-assign]
-    chosen = [*((name, "triton") for name in with_implementation("triton")), *TRITON_TOO]
+    chosen = [*((name, "triton") for name in with_implementation("triton")), *TRITON_TOO, *GLUON]
     for name, implementation in chosen:
         op = OPS[name]
         with torch.device("meta"):
@@ -56,6 +58,8 @@ def kind(argument: Any) -> str:
     """What Triton specialises an argument on."""
     if isinstance(argument, torch.Tensor):
         return str(argument.dtype)
+    if isinstance(argument, Described):
+        return str(argument.sign())
     if isinstance(argument, int):
         return "1" if argument == 1 else f"{'16' if argument % 16 == 0 else ''} {argument >= 2**31}"
     return "float"
@@ -65,18 +69,29 @@ def compiled(found: list[Launch], capability: int) -> Iterator[dict[str, Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.compiler import compile as build
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     for name, case, dtype, kernel, arguments, constants in found:
-        jit = kernel.built()
+        gluon = isinstance(kernel, GluonKernel)
+        if gluon and capability != 90:
+            continue
+        jit, arguments = kernel.built(), kernel.prepared(arguments)
         options = {**constants, "debug": False, "instrumentation_mode": ""}
         bind = create_function_from_signature(jit.signature, jit.params, backend)
         bound, specialised, _ = bind(*arguments, **options)
         packed, signature, values, attributes = jit._pack_args(backend, options, bound, specialised, _)
-        source = ASTSource(jit, signature, values, attributes)
-        line = {"op": name, "kernel": kernel.name, "case": case, "dtype": str(dtype), "sm": capability}
+        source = (GluonASTSource if gluon else ASTSource)(jit, signature, values, attributes)
+        line = {
+            "op": name,
+            "kernel": kernel.name,
+            "case": case,
+            "dtype": str(dtype),
+            "sm": capability,
+            "gluon": gluon,
+        }
         try:
             made = build(source, target=target, options=packed.__dict__)
         except Exception as error:  # ptxas and Triton have many; each is this kernel's problem

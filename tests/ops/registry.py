@@ -30,6 +30,9 @@ def with_implementation(name: str) -> list[str]:
 TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"), ("convolution", "split_k"))
 """Implementations of other names that launch Triton kernels; they may refuse some small cases."""
 
+GLUON = (("convolution", "gluon"), ("geglu_linear", "gluon"))
+"""Those in Gluon, for Hopper alone: compiled, never interpreted."""
+
 
 def named(op: Op, name: str) -> Implementation:
     """The implementation called `name`."""
@@ -52,6 +55,7 @@ def outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 __all__ = [
+    "GLUON",
     "NAMES",
     "OPS",
     "TRITON_TOO",

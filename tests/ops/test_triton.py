@@ -16,7 +16,7 @@ import torch
 import evidence
 from clearway.ops import _triton, state
 from ops.mutants import MUTANTS
-from ops.registry import OPS, TRITON_TOO, with_implementation
+from ops.registry import GLUON, OPS, TRITON_TOO, with_implementation
 
 ROOT = Path(__file__).parents[2]
 OPS_WITH = with_implementation("triton")
@@ -81,11 +81,13 @@ def test_offsets_beyond_two_to_the_31(tmp_path: Path) -> None:
 
 
 def assert_compiled(found: list[dict[str, Any]]) -> None:
-    assert {line["op"] for line in found} == {*OPS_WITH, *(op for op, _ in TRITON_TOO)}
+    assert {line["op"] for line in found} == {*OPS_WITH, *(op for op, _ in (*TRITON_TOO, *GLUON))}
     assert {line["sm"] for line in found} == {80, 86, 89, 90, 120}
     assert [line for line in found if line["problem"]] == []
     for line in found:
         names = [name for op, name in TRITON_TOO if op == line["op"]] or ["triton"]
+        if line["gluon"]:
+            names = [name for op, name in GLUON if op == line["op"]]
         for name in names:
             evidence.note(line["op"], name, "compiled", f"sm_{line['sm']}")
 
@@ -96,7 +98,7 @@ def test_each_kernel_compiles_for_each_target(tmp_path: Path) -> None:
     assert_compiled(found)
     # rows of 64 at the first real shape; rows cut into groups of 10
     few = ("_merge", "_softmax_rows", "_sums", "_normalise")
-    streaming = [line for line in found if line["kernel"] not in few]
+    streaming = [line for line in found if line["kernel"] not in few and not line["gluon"]]
     assert [line for line in streaming if not line["vectors"]] == [], (
         "real shapes are read 16 bytes at a time"
     )

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight, unheard
 from clearway.models._time_embedding import projected
+from clearway.ops.contract import REFERENCE
 from clearway.ops.convolution import convolution
 from clearway.ops.geglu import geglu
+from clearway.ops.geglu_linear import geglu_linear
 from clearway.ops.group_norm_silu import group_norm_silu
 from clearway.ops.residual_add import residual_add
 from clearway.ops.upsample_conv import upsample_conv
@@ -153,10 +155,15 @@ def refuse_upsample(block: Any) -> str | None:
 
 
 def gated(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """GEGLU after its projection."""
+    """GEGLU after its projection, or both as one product where the op has one for these arguments."""
     if args or kwargs or needs_gradient(layer, hidden_states):
         return own(layer, hidden_states, *args, **kwargs)
-    return geglu(layer.proj(hidden_states))
+    proj = layer.proj
+    if hidden_states.is_cuda and plain(proj, nn.Linear) and plain_weight(proj.weight):
+        given = hidden_states, proj.weight, proj.bias
+        if geglu_linear.route(*given).name != REFERENCE:
+            return geglu_linear(*given)
+    return geglu(proj(hidden_states))
 
 
 def group_norm(norm: Any, x: Tensor) -> Any:

@@ -62,13 +62,17 @@ class Kernel:
             gathering.add(self, args, constants)
             return
         try:
-            self.built()[grid](*args, **constants)
+            self.built()[grid](*self.prepared(args), **constants)
         except Exception as error:
             if not _is_build_failure(error):
                 raise  # a fault of the device, or a bug: falling back would hide it
             raise BuildError(
                 f"Triton could not build {self.name} ({type(error).__name__}: {one_line(error)})"
             ) from error
+
+    def prepared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as Triton takes them."""
+        return args
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:

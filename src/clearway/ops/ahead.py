@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from clearway.ops import state
+from clearway.ops._described import Described
 
 MOST = 16  # threads
 
@@ -64,7 +65,7 @@ class Gathering:
         with contextlib.suppress(Exception):  # why it cannot be built the launch itself will say
             jit = kernel.built()
             _ = jit.cache_key, jit.device_caches[self._index]  # made here, once: threads would make several
-            given = [Like(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            given = [_like(arg) for arg in args]
             self._threads.submit(_build, jit, given, constants, self._index)
 
     def wait(self) -> None:
@@ -108,9 +109,17 @@ def _sign(arg: Any, aligned: bool = True) -> Any:
     """What Triton tells arguments apart by: dtype and alignment; whole numbers by 1, by 16 and by width."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, Described):
+        return arg.sign()
     if isinstance(arg, int) and not isinstance(arg, bool):
         return int, arg == 1, aligned and arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
     return type(arg) if isinstance(arg, float) else arg
+
+
+def _like(arg: Any) -> Any:
+    if isinstance(arg, Described):
+        return arg.made(Like(arg.tensor))
+    return Like(arg) if isinstance(arg, Tensor) else arg
 
 
 def _build(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> None:

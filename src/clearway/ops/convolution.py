@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _triton, attention_torch
+from clearway.ops import _gluon, _triton, attention_torch, convolution_wide
 from clearway.ops._cases import normal
 from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype
 from clearway.ops._triton import counting, kernel, tl
@@ -77,6 +77,7 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "more channels", inputs(1, 192, 64, 3, 3)
     yield "1x1", inputs(2, 512, 64, 5, 3, side=1)
     yield "1x1, one pixel each", inputs(3, 128, 128, 1, 1, side=1)
+    yield "tiles of 160", inputs(2, 64, 160, 8, 8)
     yield "few channels", inputs(1, 3, 5, 4, 7)
     yield "contiguous", inputs(1, 64, 64, 3, 5, last=False)
     yield "every second column", (inputs(1, 8, 4, 6, 12)[0][..., ::2], inputs(1, 8, 4, 1, 1)[1])
@@ -86,7 +87,9 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "SD1.5 16x16", lambda: inputs(2, 1280, 1280, 16, 16)
     yield "SD1.5 16x16, first", lambda: inputs(2, 640, 1280, 16, 16)
     yield "SD1.5 16x16, skip", lambda: inputs(2, 1920, 1280, 16, 16)
+    yield "SD1.5 64x64", lambda: inputs(2, 320, 320, 64, 64)
     yield "SDXL 32x32", lambda: inputs(2, 1280, 1280, 32, 32)
+    yield "SDXL 128x128", lambda: inputs(2, 320, 320, 128, 128)
 
 
 def refusals() -> Iterator[tuple[str, str, Case]]:
@@ -99,6 +102,14 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "split_k", "multiples of 64", (x, weight[:40])
     yield "split_k", "channels-last", (x.contiguous(), weight)
     yield "split_k", "channels-last", (x, weight.contiguous())
+    yield "gluon", "float32", (x.float(), weight.float())
+    yield "gluon", "agree", (x, weight.bfloat16())
+    yield "gluon", "3x3", (x, weight[..., 1:2, 1:2])
+    yield "gluon", "multiples of 160", (x, weight)
+    y, wide = (arg.half() for arg in inputs(1, 64, 320, 3, 3))
+    yield "gluon", "empty", (y, wide)
+    y, wide = (arg.half() for arg in inputs(1, 64, 320, 8, 8))
+    yield "gluon", "channels-last", (y.contiguous(), wide)
     yield "split_k", "513 pixels", tuple(arg.half() for arg in inputs(1, 64, 64, 27, 19))
 
 
@@ -122,7 +133,9 @@ def convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 @convolution.default("cuda")
 def _prefer_on_cuda(x: Tensor, weight: Tensor) -> str:
-    return "split_k" if attention_torch.capability(x) == CUDA_CAPABILITY else REFERENCE
+    if attention_torch.capability(x) != CUDA_CAPABILITY:
+        return REFERENCE
+    return "gluon" if convolution_wide.refuse(x, weight) is None else "split_k"
 
 
 def _refuse(x: Tensor, weight: Tensor) -> str | None:
@@ -243,3 +256,14 @@ def _split_k_run(x: Tensor, weight: Tensor) -> Tensor:
     if split > 1:
         _add.launch((-(-out.numel() // SUMMED),), shares, out, out.numel(), SPLIT=split, BLOCK=SUMMED)
     return out
+
+
+@convolution.implementation(
+    "gluon",
+    device="cuda",
+    absent=_gluon.absent,
+    refuse=convolution_wide.refuse,
+    sources=("_described.py", "_gluon.py", "_triton.py", "convolution_wide.py"),
+)
+def _gluon_run(x: Tensor, weight: Tensor) -> Tensor:
+    return convolution_wide.run(x, weight)

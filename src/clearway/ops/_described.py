@@ -1,0 +1,33 @@
+"""A tensor as Hopper's copy engine reads and writes it: in blocks, and beyond its edges as zeros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """`tensor`, its last axis contiguous and every other stride a multiple of 16 bytes, in blocks of
+    `block`."""
+
+    tensor: Tensor
+    block: tuple[int, ...]
+
+    def sign(self) -> tuple[Any, ...]:
+        """What Triton tells descriptors apart by."""
+        return self.tensor.dtype, self.block
+
+    def made(self, base: Any = None) -> Any:
+        """Triton's own object; `base` stands for the tensor where nothing is to be run."""
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        dtype = getattr(language, str(self.tensor.dtype).removeprefix("torch."))
+        layout = language.NVMMASharedLayout.get_default_for(list(self.block), dtype)
+        shape, strides = list(self.tensor.shape), list(self.tensor.stride())
+        return TensorDescriptor(
+            self.tensor if base is None else base, shape, strides, list(self.block), layout
+        )

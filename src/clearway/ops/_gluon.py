@@ -1,0 +1,88 @@
+"""Gluon, Triton's language one level lower: kernels that say themselves who copies, who multiplies and when.
+
+For Hopper's copy engine (TMA) and products of warpgroups, which Triton's own schedule leaves half idle where
+a tile is not a power of two. Gluon is experimental, and nothing interprets it: its kernels are compiled
+everywhere and tested on the device that they are for; one that another version of Triton does not build is
+left out, and said.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from clearway.ops import _triton
+from clearway.ops._described import Described
+from clearway.ops._triton import Kernel
+
+gl: Any = None
+"""triton.experimental.gluon.language inside a kernel; op files import this name only so that it is one."""
+hopper: Any = None
+"""triton.experimental.gluon.language.nvidia.hopper inside a kernel."""
+
+HOPPER = (9, 0)
+PROCESSORS = 132
+"""Multiprocessors where there is no device to ask: those of an H100 or H200."""
+
+
+class GluonKernel(Kernel):
+    """A function in Gluon's language; of `launch`'s arguments those Described become descriptors."""
+
+    def built(self) -> Any:
+        """The function as Triton's own object."""
+        if self._built is None:
+            from triton.experimental import gluon
+            from triton.experimental.gluon import language
+            from triton.experimental.gluon.language.nvidia import hopper as for_hopper
+
+            named = self.function.__globals__
+            scope = {**named, "gl": language, "hopper": for_hopper}
+            for name in self.function.__code__.co_names:
+                if isinstance(named.get(name), Kernel):
+                    scope[name] = named[name].built()
+            copy = types.FunctionType(self.function.__code__, scope, self.name)
+            copy.__annotations__ = inspect.get_annotations(self.function)
+            copy.__module__, copy.__qualname__ = self.function.__module__, self.name
+            self._built = gluon.jit(copy, do_not_specialize_on_alignment=list(self.counts))
+        return self._built
+
+    def prepared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as Triton takes them."""
+        return tuple(arg.made() if isinstance(arg, Described) else arg for arg in args)
+
+
+def counting(*counts: str) -> Callable[[Callable[..., Any]], GluonKernel]:
+    """Makes a function in Gluon's language a kernel; `counts` as in `_triton.counting`."""
+    return lambda function: GluonKernel(function, counts)
+
+
+@functools.cache
+def absent() -> str | None:
+    """Why this machine cannot run Gluon kernels for Hopper; None where it can."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton does not interpret Gluon"
+    why = _triton.absent()
+    if why is not None:
+        return why
+    if importlib.util.find_spec("triton.experimental") is None or not _gluon_there():
+        return "this version of Triton has no Gluon"
+    if not any(torch.cuda.get_device_capability(i) == HOPPER for i in range(torch.cuda.device_count())):
+        return "it is for Hopper, compute capability 9.0"
+    return None
+
+
+def _gluon_there() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@functools.cache
+def processors(index: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
