@@ -30,6 +30,11 @@ def test_it_holds_for_values_and_not_for_other_code_or_addresses() -> None:
         lambda: made[1].train(),
         lambda: setattr(made[1], "running_mean", torch.zeros(2)),
         lambda: made[0].register_parameter("bias", None),
+        lambda: made[0].register_buffer("extra", torch.zeros(1)),  # where there was none
+        lambda: delattr(made[0], "extra"),
+        lambda: made[1]._buffers.update(running_var=made[1].running_mean),
+        lambda: made[0]._parameters.pop("bias"),
+        lambda: made[0].__dict__.update(training=True),
     )
     for change in changes:
         before = Fingerprint(made)

@@ -20,7 +20,8 @@ from torch.nn.modules import module as _module
 
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_CODE = ("forward", "processor", "_compiled_call_impl", "training")
+_CODE = ("forward", "processor", "_compiled_call_impl")
+_TRAINING = itemgetter("training")
 _ADAPTER_FACTS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora")
 """What PEFT's layers hold; a layer with one of the first or the fourth is taken for one."""
 
@@ -36,8 +37,10 @@ _PLAIN = (bool, int, float, str, type(None))
 class Fingerprint:
     """A module as it was at one moment; `holds` says whether it still is. Reads no values.
 
-    It is asked at every replay, so the loops are C's: 2600 modules, SDXL's UNet, in about a millisecond of
-    host time that overlaps the device's work.
+    It is asked at every replay, so the loops are C's, over lists that were made once. What that takes of the
+    host's time is in bench/results/intel-xeon-2-cores/host_time.jsonl, beside what it overlaps. Tags of dicts
+    (TorchDynamo's `dict_version`) would take less, but CPython 3.13 does not tell them of attributes that are
+    set at an instance.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,10 +49,11 @@ class Fingerprint:
         self._vars = [vars(one) for one in modules]
         processors = [getattr(held.get("processor"), "__dict__", None) for held in self._vars]
         self._grown = [*self._vars, *(held for held in processors if held is not None)]
-        self._sizes = list(map(len, self._grown))
-        self._held = [held[name] for held in self._vars for name in _HELD]
-        self._lengths = list(map(len, self._held))
-        self._filled = [held for held in self._held if held]  # most modules lack two of the three
+        held_by = [held[name] for held in self._vars for name in _HELD]
+        self._filled = [held for held in held_by if held]  # most modules lack two of the three
+        self._empty = [held for held in held_by if not held]
+        self._sized = [*self._grown, *self._filled]
+        self._sizes = list(map(len, self._sized))
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._addresses = list(map(_address, self._tensors))
@@ -58,6 +62,7 @@ class Fingerprint:
         code = [(held, name) for held in self._vars for name in _CODE if name in held]
         self._code_of, self._code_names = [held for held, _ in code], [name for _, name in code]
         self._code = [held[name] for held, name in code]
+        self._training = list(map(_TRAINING, self._vars))
         self._adapters = [held for held in self._vars if "scaling" in held or "merged_adapters" in held]
         settings = [found for one in modules for found in _settings(one)]
         self._set_of, self._set_by = [held for held, _, _ in settings], [read for _, read, _ in settings]
@@ -71,11 +76,10 @@ class Fingerprint:
 
     def holds(self) -> bool:
         """Whether every module, forward, processor and weight is the same and lies where it lay."""
-        values = list(chain.from_iterable(map(dict.values, self._filled)))
         return (
-            list(map(len, self._held)) == self._lengths
-            and all(map(is_, values, self._values))
-            and list(map(len, self._grown)) == self._sizes
+            not any(self._empty)
+            and list(map(len, self._sized)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and all(map(is_, map(type, self._modules), self._types))
             and self._lie_alike()
             and all(map(is_, map(dict.get, self._code_of, self._code_names), self._code))
@@ -92,7 +96,10 @@ class Fingerprint:
     def _set_alike(self) -> bool:
         """Whether all settings are what they were."""
         try:
-            return list(map(call, self._set_by, self._set_of)) == self._set
+            return (
+                list(map(_TRAINING, self._vars)) == self._training
+                and list(map(call, self._set_by, self._set_of)) == self._set
+            )
         except (KeyError, RuntimeError):  # gone, or a tensor now
             return False
 
