@@ -34,7 +34,7 @@ def test_it_holds_for_values_and_not_for_other_code_or_addresses() -> None:
         lambda: delattr(made[0], "extra"),
         lambda: made[1]._buffers.update(running_var=made[1].running_mean),
         lambda: made[0]._parameters.pop("bias"),
-        lambda: made[0].__dict__.update(training=True),
+        lambda: made[0].__dict__.update(training=False),
     )
     for change in changes:
         before = Fingerprint(made)
