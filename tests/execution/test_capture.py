@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from clearway.execution import capture as capturing
 from clearway.execution.capture import APART, TorchCapture, agrees
-from clearway.execution.memsets import BrokenError, Memsets
 from fake_capture import FakeCuda
 
 
@@ -118,20 +117,6 @@ def test_a_capture_that_cannot_begin_is_undone_too(fake: FakeCuda, monkeypatch: 
     fake.begin = begin  # type: ignore[method-assign]
     assert fake.sound() and fake.stream == "the user's" and not any(fake.uses.values())
     backend.capture(fake.multiply)
-
-
-def test_a_graph_that_cannot_be_made_ready_is_undone_too(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(memsets: Memsets, graph: Any) -> None:
-        raise BrokenError("half changed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Memsets, "finish", broken)
-        with pytest.raises(BrokenError):
-            TorchCapture().capture(fake.multiply)
-    assert fake.sound() and fake.stream == "the user's" and not any(fake.uses.values())
-    TorchCapture().capture(fake.multiply)[0]()
 
 
 def test_a_torch_that_cannot_end_a_pool_goes_on_with_another(

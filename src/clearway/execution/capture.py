@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from clearway.execution.memsets import Memsets
-
 APART = 0.02
 """How far a replay may be from the call that it stands for, of the largest value: far above what another
 order of sums gives in half precision, far below what a kernel that was left out gives."""
@@ -70,11 +68,10 @@ _memories: dict[int, _Memory] = {}
 
 
 class TorchCapture:
-    """CUDA's own. `memsets` False leaves them in the graphs; the attribute tells what became of them."""
+    """CUDA's own."""
 
-    def __init__(self, memsets: bool = True) -> None:
+    def __init__(self) -> None:
         self.lock = _LOCK
-        self.memsets = Memsets(memsets)
 
     def absent(self, device: torch.device) -> str | None:
         """Why nothing can be captured on `device` now."""
@@ -114,7 +111,7 @@ class TorchCapture:
         if memory.handle is None or not memory.graphs:  # a pool that all graphs have left is closed
             memory.handle = torch.cuda.graph_pool_handle()
             torch._C._cuda_clearCublasWorkspaces()  # the capturing stream's is made anew, in this pool
-        graph = self.memsets.graph()
+        graph = torch.cuda.CUDAGraph()
         raised: list[BaseException] = []
         try:
             with torch.cuda.graph(
@@ -125,7 +122,6 @@ class TorchCapture:
                 except BaseException as error:
                     raised.append(error)
                     raise
-            self.memsets.finish(graph)
         except BaseException:
             _give_up(memory, graph, before)
             if not raised:
