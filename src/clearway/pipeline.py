@@ -127,7 +127,8 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
                 decoded = decode(model, latents, vae, placed.tiled)
                 images = to_uint8(decoded.pixels)
             # 8. the result, with everything that repeats it
-            hashing.join()
+            if hashing is not None:
+                hashing.join()
             results.append(
                 Result(
                     images=images,
@@ -209,8 +210,11 @@ def _infotext(
     return infotext.build(request.prompt, request.negative_prompt, values)
 
 
-def _hashing(model: Model) -> Thread:
-    """Computes the model's hash beside the drawing: the first time it reads through gigabytes."""
+def _hashing(model: Model) -> Thread | None:
+    """Computes the model's hash beside the drawing: the first time it reads through gigabytes. After that it
+    takes less than beginning a thread does."""
+    if model.hash_is_known:
+        return None
 
     def work() -> None:
         with suppress(Exception):  # whoever asks for it gets the error

@@ -1,5 +1,6 @@
 """The network's convention turned into x0, checked against formulas in float64."""
 
+import bisect
 import math
 
 import pytest
@@ -50,6 +51,19 @@ def test_timesteps_between_are_interpolated_in_log_sigma() -> None:
     assert denoise.timestep(math.sqrt(low * high)) == pytest.approx(300.5, abs=1e-4)
     assert denoise.timestep(1e-6) == 0.0
     assert denoise.timestep(1e6) == 999.0
+
+
+def test_timesteps_are_to_the_bit_those_of_all_logarithms() -> None:
+    """Also beside an entry, where a sigma and that entry may have one logarithm."""
+    denoise = UNetDenoiser(lambda *a, **k: None, SIGMAS, "epsilon", torch.float32)
+    logs = [math.log(sigma) for sigma in SIGMAS.tolist()]
+    entries = SIGMAS[::7].tolist()
+    drawn = torch.rand(2000, generator=torch.Generator().manual_seed(0)).mul(20).add(1e-3).tolist()
+    beside = [math.nextafter(sigma, end) for sigma in entries for end in (0, math.inf)]
+    for sigma in (*entries, *drawn, *beside):
+        low = min(max(bisect.bisect_right(logs, math.log(sigma)) - 1, 0), len(logs) - 2)
+        share = (math.log(sigma) - logs[low]) / (logs[low + 1] - logs[low])
+        assert denoise.timestep(sigma) == low + min(max(share, 0.0), 1.0)
 
 
 def test_the_result_has_the_dtype_of_x() -> None:

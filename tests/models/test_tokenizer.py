@@ -12,7 +12,7 @@ import pytest
 
 from builders import VOCABULARY, write_json
 from clearway.errors import RequestError
-from clearway.models.tokenizer import load
+from clearway.models.tokenizer import KNOWN, load
 
 TEXTS = [
     "", " ", "a red apple", "A  Red\tAPPLE\n", "don't they've I'm he'd we'll it's 'tis rock'n'roll",
@@ -47,6 +47,21 @@ def test_ids_of_random_texts(theirs: Any) -> None:
     for _ in range(1500):
         text = "".join(draw.choices(signs, k=draw.randint(1, 30)))
         assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids, repr(text)
+
+
+def test_the_last_few_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = load(VOCABULARY)
+    first = made.encode("a red apple")
+    first.append(0)  # a caller's own list
+    texts = [f"apple {number}" for number in range(KNOWN - 1)]
+    expected = [made.encode(text) for text in texts]
+    again = made.encode("a red apple")
+    assert again == first[:-1]
+    assert len(made._known) == KNOWN
+    monkeypatch.setattr(made, "_engine", None)
+    assert [made.encode(text) for text in texts] == expected
+    with pytest.raises(AttributeError):
+        made.encode("a green apple")
 
 
 def test_special_ids() -> None:

@@ -28,15 +28,14 @@ class UNetDenoiser:
 
     def __init__(self, run: Callable[..., Any], sigmas: Tensor, prediction: str, dtype: torch.dtype) -> None:
         self._run = run
-        self._log_sigmas = [math.log(sigma) for sigma in sigmas.tolist()]
+        self._sigmas: list[float] = sigmas.tolist()
         self._prediction = prediction
         self._dtype = dtype
 
     def timestep(self, sigma: float) -> float:
         """The network's (fractional) timestep for a noise level, clamped to the trained range."""
-        target = math.log(sigma)
-        low = min(max(bisect.bisect_right(self._log_sigmas, target) - 1, 0), len(self._log_sigmas) - 2)
-        below, above = self._log_sigmas[low], self._log_sigmas[low + 1]
+        low = min(max(bisect.bisect_right(self._sigmas, sigma) - 1, 0), len(self._sigmas) - 2)
+        target, below, above = map(math.log, (sigma, *self._sigmas[low : low + 2]))  # not of all of them
         return low + min(max((target - below) / (above - below), 0.0), 1.0)
 
     def __call__(self, x: Tensor, sigma: float, embedding: Embedding) -> Tensor:

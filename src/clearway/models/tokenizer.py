@@ -14,6 +14,8 @@ from clearway.errors import RequestError, one_line
 from clearway.models.card import read_object
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+KNOWN = 32
+"""Texts whose ids a tokenizer remembers: the same negative prompt, or prompt, comes again and again."""
 PATTERN = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 
 
@@ -29,6 +31,7 @@ class Tokenizer:
         if None in ids.values():
             raise RequestError("the tokenizer's vocabulary is not CLIP's")
         self._engine = engine
+        self._known: dict[str, list[int]] = {}
         self.bos: int = ids[BOS]
         self.eos: int = ids[EOS]
         self.comma: int = ids[",</w>"]
@@ -38,11 +41,15 @@ class Tokenizer:
         self.size: int = count if dense else 1 + max(engine.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, of any length, without bos, eos and padding."""
+        """The ids of `text`, of any length, without bos, eos and padding; of the last few texts at once."""
+        known = self._known.get(text)
+        if known is not None:
+            return list(known)
         # Lone surrogates (from a terminal or JSON) are no text; the library would raise on them.
         clean = text.encode("utf-8", "replace").decode("utf-8")
         ids: list[int] = self._engine.encode(clean, add_special_tokens=False).ids
-        return ids
+        self._known = {**dict(list(self._known.items())[1 - KNOWN :]), text: ids}  # a new one: threads read
+        return list(ids)
 
 
 def load(folder: Path, pad: int | None = None) -> Tokenizer:
