@@ -1,19 +1,24 @@
-"""What the host does in one generation whose graphs cost nothing: milliseconds by stage, and what takes them.
+"""What the host does in one generation beside its graphs: milliseconds by stage, and what takes them.
 
     python bench/host_time.py --output bench/results/<machine>/host_time.jsonl --label before
 
-The whole path from prompt to PNG by `clearway.generate` with the choices that CUDA has by default, but with a
-stand-in for CUDA's graphs whose replay does nothing. The models have the modules of SD 1.5 and SDXL, name for
-name, in narrow widths, and the embedded model is itself; latents and pictures have their real size. One JSON
-line a model, after one on the machine, appended to what is there: medians of process and wall time,
-`timeline_ms` (from the start to the first replay of each part, between the UNet's, and from the VAE's to the
-end), `spans_ms` (own time by stage and by what is listened to, with calls), `operations` (PyTorch's by stage,
-of which a GPU launches each; a replay is none), the functions that cProfile finds the longest at work, and a
-digest of pixels and infotexts.
+The whole path from prompt to PNG by `clearway.generate` with the choices that CUDA has by default. On the
+CPU a stand-in for CUDA's graphs replays nothing at all; the models have the modules of SD 1.5 and SDXL, name
+for name, in narrow widths, and the embedded model is itself; latents and pictures have their real size. On
+CUDA graphs and widths are the real ones. One JSON line a model, after one on the machine, appended to what is
+there; of all times the 20th and 50th percentile, since others may be at work on the machine:
+
+    host_ms     from the start until the first replay of each part is issued, between the UNet's, and from the
+                VAE's to the end; `replay` is the UNet's own launch
+    device_ms   on CUDA, by events: the parts' replays, and what lies between the end of one and the next one
+    spans_ms    own time by stage and by what is listened to, with calls
+    operations  PyTorch's by stage, of which a GPU launches each; a replay is none
+    functions   the longest at work, as cProfile finds them
+    pictures    a digest of pixels and infotexts
 
 What comes before the UNet's first replay and after the VAE's keeps a device waiting; what comes between the
-UNet's is hidden while it is shorter than the device's call. Arithmetic on tensors is here the processor's and
-would be a device's: functions and operations tell it from the host's own work.
+UNet's is hidden while it is shorter than the device's call. Arithmetic on tensors is on the CPU the
+processor's and would be a device's: functions and operations tell it from the host's own work.
 """
 
 from __future__ import annotations
@@ -30,10 +35,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clearway
 from clearway import device, pipeline
 from clearway.execution import cuda_graph, fingerprint, pool
+from clearway.execution.capture import TorchCapture
 from clearway.image import encode
 from clearway.measure import random_model, stages
 from clearway.measure.clock import HostTimer
@@ -78,10 +84,44 @@ LISTENED = (
 )
 
 
-class Idle:
-    """In place of CUDA's graphs: a capture is one call, a replay only notes the time."""
+@dataclass(slots=True)
+class Replay:
+    """When one was issued (host seconds), and the device's events around it."""
 
-    replays: ClassVar[list[float]] = []
+    begun: float
+    ended: float
+    first: Any
+    last: Any
+
+
+REPLAYS: list[Replay] = []
+
+
+def event() -> Any:
+    """This point of the device's work; None where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        return None
+    made = torch.cuda.Event(enable_timing=True)
+    made.record()
+    return made
+
+
+class Noting:
+    """Notes each replay of what the next class captures."""
+
+    def capture(self, *args: Any, **kwargs: Any) -> Any:
+        replay, *rest = super().capture(*args, **kwargs)  # type: ignore[misc]
+
+        def noted() -> None:
+            first, begun = event(), time.perf_counter()
+            replay()
+            REPLAYS.append(Replay(begun, time.perf_counter(), first, event()))
+
+        return noted, *rest
+
+
+class Idle:
+    """In place of CUDA's graphs: a capture is one call, a replay does nothing."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -96,7 +136,15 @@ class Idle:
         return run() or run()  # the first, which builds kernels, gives nothing
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        return (lambda: self.replays.append(time.perf_counter())), run()
+        return (lambda: None), run()
+
+
+class NotingIdle(Noting, Idle):
+    """The CPU's."""
+
+
+class NotingTorch(Noting, TorchCapture):
+    """CUDA's."""
 
 
 class Operations(TorchDispatchMode):
@@ -175,30 +223,48 @@ def draw(model: Model, request: Request) -> clearway.Result:
     return result
 
 
-def timeline(model: Model, request: Request) -> dict[str, float]:
-    """Where in one generation the replays are, ms; text encoders first, the VAE last."""
-    Idle.replays.clear()
-    begun = time.perf_counter()
+def timeline(model: Model, request: Request) -> tuple[dict[str, float], dict[str, float]]:
+    """(host, device) milliseconds of one generation; text encoders come first and the VAE last."""
+    device.synchronize(model.device)
+    REPLAYS.clear()
+    start, begun = event(), time.perf_counter()
     result = clearway.generate(request, model)
-    drawn = time.perf_counter()
+    end, drawn = event(), time.perf_counter()
     for image, text in zip(result.images, result.infotexts, strict=True):
         encode(image, "PNG", text)
     ended = time.perf_counter()
+    device.synchronize(model.device)
     calls = result.routes["unet/cuda_graph"]
-    *texts, last_vae = Idle.replays
+    *texts, vae = REPLAYS
     texts, unets = texts[:-calls], texts[-calls:]
-    between = [after - before for before, after in pairwise(unets)]
-    spans = {
-        "start to text": texts[0] - begun,
-        "text to UNet": unets[0] - texts[0],
+    between = [after.begun - before.begun for before, after in pairwise(unets)]
+    host = {
+        "start to text": texts[0].begun - begun,
+        "text to UNet": unets[0].begun - texts[0].begun,
         "between UNet calls, median": statistics.median(between),
         "between UNet calls, longest": max(between),
-        "UNet to VAE": last_vae - unets[-1],
-        "VAE to pictures": drawn - last_vae,
+        "replay": statistics.median(one.ended - one.begun for one in unets),
+        "UNet to VAE": vae.begun - unets[-1].begun,
+        "VAE to pictures": drawn - vae.begun,
         "png": ended - drawn,
         "all": ended - begun,
     }
-    return {name: 1e3 * seconds for name, seconds in spans.items()}
+    found: dict[str, float] = {}
+    if start is not None:
+        gaps = [before.last.elapsed_time(after.first) for before, after in pairwise(unets)]
+        found = {
+            "start to text": start.elapsed_time(texts[0].first),
+            "text": texts[0].first.elapsed_time(texts[-1].last),
+            "text to UNet": texts[-1].last.elapsed_time(unets[0].first),
+            "UNet, median": statistics.median(one.first.elapsed_time(one.last) for one in unets),
+            "UNet, all": sum(one.first.elapsed_time(one.last) for one in unets),
+            "between UNet calls, median": statistics.median(gaps),
+            "between UNet calls, all": sum(gaps),
+            "UNet to VAE": unets[-1].last.elapsed_time(vae.first),
+            "VAE": vae.first.elapsed_time(vae.last),
+            "VAE to pictures": vae.last.elapsed_time(end),
+        }
+    return {name: 1e3 * seconds for name, seconds in host.items()}, found
 
 
 def spans(model: Model, request: Request) -> dict[str, tuple[float, int]]:
@@ -251,15 +317,33 @@ def longest(model: Model, request: Request, rounds: int, count: int = 25) -> lis
     ]
 
 
-def measured(name: str, rounds: int) -> dict[str, Any]:
+def percentiles(times: Iterable[float]) -> list[float]:
+    """The 20th and the 50th."""
+    fifth = sorted(times)
+    return [round(fifth[len(fifth) // 5], 3), round(statistics.median(fifth), 3)]
+
+
+def by_name(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Percentiles of each thing that the rows name."""
+    return {name: percentiles(row[name] for row in rows) for name in rows[0]}
+
+
+def made(name: str, where: device.Device) -> Model:
+    """The model: real on CUDA, narrow on the CPU."""
+    if name == "embedded":
+        return clearway.load("embedded", device=str(where))
+    return narrow(name) if where.kind == "cpu" else random_model.random_model(name, where, HALF)
+
+
+def measured(name: str, where: device.Device, rounds: int) -> dict[str, Any]:
     """One model's line."""
-    model = clearway.load("embedded", device="cpu") if name == "embedded" else narrow(name)
+    model = made(name, where)
     request = Request(prompt="a lighthouse by the sea, (storm:1.2)", seed=1, **REQUESTS[name])
     request = replace(request, cfg_scale=CFG[name]) if name in CFG else request
     for _ in range(3):
         result = draw(model, request)
     assert result.routes["unet/cuda_graph"] and not result.notes[1:], (result.routes, result.notes)
-    lines, walls, processes = [], [], []
+    walls, processes, lines = [], [], []
     for _ in range(rounds):
         begun, own = time.perf_counter(), time.process_time()
         draw(model, request)
@@ -267,14 +351,15 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         processes.append(1e3 * (time.process_time() - own))
         lines.append(timeline(model, request))
     heard = [spans(model, request) for _ in range(rounds)]
-    middle = {key: statistics.median(one[key][0] for one in heard) for key in heard[0]}
-    order = sorted(middle, key=lambda key: -middle[key])
+    times = {key: percentiles(one[key][0] for one in heard) for key in heard[0]}
+    order = sorted(times, key=lambda key: -times[key][0])
     return {
         "modules": [len(list(part.modules())) for part in (*model.text_encoders, model.unet, model.vae)],
-        "wall_ms": round(statistics.median(walls), 2),
-        "process_ms": round(statistics.median(processes), 2),
-        "timeline_ms": {key: round(statistics.median(one[key] for one in lines), 3) for key in lines[0]},
-        "spans_ms": {key: [round(middle[key], 3), heard[0][key][1]] for key in order},
+        "wall_ms": percentiles(walls),
+        "process_ms": percentiles(processes),
+        "host_ms": by_name([host for host, _ in lines]),
+        "device_ms": by_name([found for _, found in lines]),
+        "spans_ms": {key: [*times[key], heard[0][key][1]] for key in order},
         "operations": operations(model, request),
         "functions": longest(model, request, rounds),
         "pictures": hashlib.sha256(result.images.tobytes() + repr(result.infotexts).encode()).hexdigest()[
@@ -288,20 +373,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--label", default="")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    sys.modules["clearway.execution.executor"].TorchCapture = Idle  # type: ignore[attr-defined]
+    where = device.pick(given.device)
+    if where.kind == "cpu":
+        torch.set_num_threads(1)
+    noting = NotingIdle if where.kind == "cpu" else NotingTorch
+    sys.modules["clearway.execution.executor"].TorchCapture = noting  # type: ignore[attr-defined]
     given.output.parent.mkdir(parents=True, exist_ok=True)
     with (
         patched(chosen.DEFAULTS, "cpu", chosen.DEFAULTS["cuda"]),
         given.output.open("a", encoding="utf-8") as file,
     ):
-        about = provenance(device.pick("cpu"))
-        print(json.dumps({"label": given.label, "about": about}), file=file, flush=True)
+        print(json.dumps({"label": given.label, "about": provenance(where)}), file=file, flush=True)
         for name in given.models:
-            line = {"label": given.label, "model": name, **measured(name, given.rounds)}
+            line = {"label": given.label, "model": name, **measured(name, where, given.rounds)}
             print(json.dumps(line), file=file, flush=True)
 
 

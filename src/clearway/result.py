@@ -46,8 +46,9 @@ def joined(results: Sequence[Result]) -> Result:
     import numpy as np
 
     last = results[-1]
+    images = [result.images for result in results]
     return Result(
-        images=np.concatenate([result.images for result in results]),
+        images=np.concatenate(images) if len(images) > 1 else images[0],
         seeds=tuple(seed for result in results for seed in result.seeds),
         infotexts=tuple(text for result in results for text in result.infotexts),
         request=last.request,

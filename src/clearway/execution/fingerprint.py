@@ -38,7 +38,7 @@ class Fingerprint:
     """A module as it was at one moment; `holds` says whether it still is. Reads no values.
 
     It is asked at every replay, so the loops are C's, over lists that were made once. What that takes of the
-    host's time is in bench/results/intel-xeon-2-cores/host_time.jsonl, beside what it overlaps. Tags of dicts
+    host's time is in bench/results/amd-epyc-2-cores/host_time.jsonl, beside what it overlaps. Tags of dicts
     (TorchDynamo's `dict_version`) would take less, but CPython 3.13 does not tell them of attributes that are
     set at an instance.
     """
