@@ -50,17 +50,20 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     model = load(model) if isinstance(model, str) else model
     request = _resolved(check(chosen.filled(request, model)), model)
     with chosen.in_use(model, request.width, request.height) as run:
-        return _drawn(request, run, on_event)
+        return _drawn(request, run, on_event, model)
 
 
-def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
-    """The eight steps, for a request with nothing left open."""
+def _drawn(request: Request, model: Model, on_event: OnEvent | None, given: Model) -> Result:
+    """The eight steps, for a request with nothing left open.
+
+    `given` is the model as the caller has it, which keeps its hash for the next generation.
+    """
     sampler, schedule = sampling.resolve(str(request.sampler), request.schedule)
     width, height, steps, cfg_scale = request.width, request.height, request.steps, request.cfg_scale
     assert width and height and steps and cfg_scale is not None  # resolved() leaves nothing open
     clock, routes, results = Clock(model.device, on_event), Counter[str](), list[Result]()
     dtype = machine.dtype(model.precision.sampling)
-    hashing = _hashing(model)
+    hashing = _hashing(given)
     placed = place(model, request)
     seeds, size = request.seeds(), placed.batch
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
@@ -134,7 +137,7 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None) -> Result:
                     images=images,
                     seeds=group,
                     infotexts=tuple(
-                        _infotext(request, seed, model, schedule, denoise.skipped > 0, memory, decoded, index)
+                        _infotext(request, seed, given, schedule, denoise.skipped > 0, memory, decoded, index)
                         for index, seed in enumerate(group)
                     ),
                     request=request,
@@ -211,8 +214,8 @@ def _infotext(
 
 
 def _hashing(model: Model) -> Thread | None:
-    """Computes the model's hash beside the drawing: the first time it reads through gigabytes. After that it
-    takes less than beginning a thread does."""
+    """Computes the model's hash beside the drawing, unless it is there: the first time it reads through
+    gigabytes."""
     if model.hash_is_known:
         return None
 

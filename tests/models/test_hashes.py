@@ -56,12 +56,3 @@ def test_a_spoilt_or_unwritable_cache_does_no_harm(tmp_path: Path, monkeypatch: 
     assert hashes.sha256([path]) == hashlib.sha256(b"one").hexdigest()
     monkeypatch.setenv("CLEARWAY_HOME", str(path))  # a file: nothing can be kept in it
     assert hashes.sha256([path]) == hashlib.sha256(b"one").hexdigest()
-
-
-def test_files_that_were_hashed_are_known_by_name(tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
-    for path in paths:
-        path.write_bytes(b"one")
-    assert not hashes.seen(paths)
-    hashes.sha256(iter(paths))
-    assert hashes.seen(iter(paths)) and not hashes.seen(paths[:1])

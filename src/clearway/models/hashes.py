@@ -12,8 +12,6 @@ STORE = "hashes.json"
 LENGTH = 10
 _known: dict[tuple[str, str], str] = {}
 """Of this process, by files and seal: where the state folder cannot be written, too."""
-_asked: set[str] = set()
-"""The names, as they were given, of all files hashed by this process."""
 
 
 def sha256(paths: Iterable[Path]) -> str:
@@ -22,8 +20,7 @@ def sha256(paths: Iterable[Path]) -> str:
     Remembered by path, size and time of change, so that a 7 GB file is read through once and not at every
     start.
     """
-    given = list(paths)
-    files = [path.resolve() for path in given]
+    files = [path.resolve() for path in paths]
     stats = [path.stat() for path in files]
     key = "|".join(str(path) for path in files)
     seal = "|".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
@@ -31,7 +28,6 @@ def sha256(paths: Iterable[Path]) -> str:
         return _known[key, seal]
     entry = home.read_json(STORE).get(key)
     if isinstance(entry, dict) and entry.get("seal") == seal and isinstance(entry.get("sha256"), str):
-        _asked.add(_names(given))
         return _known.setdefault((key, seal), entry["sha256"])
     digest = hashlib.sha256()
     for path in files:
@@ -39,19 +35,8 @@ def sha256(paths: Iterable[Path]) -> str:
             while block := file.read(1 << 22):
                 digest.update(block)
     found = _known[key, seal] = digest.hexdigest()
-    _asked.add(_names(given))
     home.write_json(home.read_json(STORE) | {key: {"seal": seal, "sha256": found}}, STORE)
     return found
-
-
-def seen(paths: Iterable[Path]) -> bool:
-    """Whether this process has hashed files of these names before, so that it need not read through them
-    again unless they have changed. Asks the disk for nothing."""
-    return _names(paths) in _asked
-
-
-def _names(paths: Iterable[Path]) -> str:
-    return "|".join(map(str, paths))
 
 
 def short_hash(paths: Iterable[Path]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from clearway.device import Device
 from clearway.models.family import Family, Prediction
-from clearway.models.hashes import seen, short_hash
+from clearway.models.hashes import short_hash
 from clearway.models.tokenizer import Tokenizer
 from clearway.types import Choices, Defaults, Precision
 
@@ -55,8 +55,8 @@ class Model:
 
     @property
     def hash_is_known(self) -> bool:
-        """Whether `hash` is there at once, unless the files have changed since it was computed."""
-        return "hash" in vars(self) or not self.weights_files or seen(self.weights_files)
+        """Whether `hash` is there already."""
+        return "hash" in vars(self)
 
     @property
     def dtype(self) -> dtype:
