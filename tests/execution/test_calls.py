@@ -1,13 +1,15 @@
 """What executors read off a call: whose it is, what is promised, why nothing of it can be kept."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from clearway.execution.calls import Call, owner_of, told
+from clearway.execution.calls import Call, copied, owner_of, told
 
 
 class Network(nn.Module):
@@ -31,6 +33,23 @@ def test_promises_follow_the_tensors_in_order() -> None:
     call = Call.of(len, (x, [y, 3]), {"held": {"a": x, "b": None}, "free": y})
     assert call.tensors == [x, y, x, y] and call.leaves.count(3) == 1
     assert call.promises(("held",)) == [False, False, True, False]
+
+
+def test_promises_of_empty_and_foreign_values() -> None:
+    x = torch.zeros(1)
+    call = Call.of(len, (x, None, 0, "a", [], np.zeros(2)), {"held": x, "more": (None, [x])})
+    assert call.promises(("held", "more")) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda x: x, lambda x: (x,), lambda x: (x, None, 2), lambda x: {"a": [x, 1]}]
+)
+def test_a_copied_output_is_the_callers_own(nest: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(2)
+    made = copied(nest(x))
+    assert type(made) is type(nest(x)) and str(made) == str(nest(x))
+    x.zero_()
+    assert str(made) != str(nest(x))
 
 
 def test_what_nothing_can_be_kept_of() -> None:

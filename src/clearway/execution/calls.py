@@ -59,12 +59,26 @@ class Call:
         """For each tensor, in order, whether it came under one of `names`, promised not to change."""
         given = [(False, argument) for argument in self.args]
         given += [(name in names, value) for name, value in self.kwargs.items()]
-        return [
-            promise
-            for promise, value in given
-            for leaf in pytree.tree_leaves(value)
-            if isinstance(leaf, Tensor)
-        ]
+        return [promise for promise, value in given for _ in _tensors(value)]
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order; most values are one or none, for which no tree is walked."""
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) in _PLAIN:
+        return []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def copied(output: Any) -> Any:
+    """An output with tensors of its own in place of its tensors."""
+    if type(output) is tuple and all(isinstance(one, Tensor) or type(one) in _PLAIN for one in output):
+        return tuple(one.clone() if isinstance(one, Tensor) else one for one in output)
+    return pytree.tree_map_only(Tensor, torch.clone, output)
 
 
 def told(name: str, reasons: Counter[str], calls: int) -> list[str]:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import one_line
-from clearway.execution.calls import Call, told
+from clearway.execution.calls import Call, copied, told
 from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import Frame, inside, within
@@ -70,7 +70,7 @@ class CudaGraph:
                     graph.uses += 1
                     self.pool.turns += 1
                     graph.turn = self.pool.turns
-                    output = pytree.tree_map_only(Tensor, torch.clone, graph.output)
+                    output = copied(graph.output)
         elif self.pool.held:
             with self.pool.lock:
                 self.pool.checked(call.owner)  # one that was moved away gives its graphs' memory back
