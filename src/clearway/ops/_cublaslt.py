@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "MatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "MatrixLayoutCreate": (POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64),
     "MatmulPreferenceCreate": (POINTER(c_void_p),),
+    "MatmulPreferenceDestroy": (c_void_p,),
     "MatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "MatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, c_void_p, POINTER(c_int)),
     "Matmul": (c_void_p, c_void_p, *[c_void_p] * 12, c_size_t, c_void_p),
@@ -170,7 +171,7 @@ class CublasLt:
                     return []
                 raise
             finally:
-                self.library._loaded.cublasLtMatmulPreferenceDestroy(preference)
+                call("MatmulPreferenceDestroy", preference)
         return [
             Choice(number, bytes(one.algorithm), int(one.workspace), round(float(one.waves), 3))
             for number, one in enumerate(found[: count.value])
