@@ -136,3 +136,28 @@ def test_every_way_in_which_a_weight_changes_is_seen_once_all_is_settled() -> No
         (last,) = third.get(source, [weights[0]], Doubling(source, weights[0]))
     source.fill_(9)
     assert (frame.refresh([source]), last.sum()) == (3, 18)
+
+
+def test_what_is_made_of_weights_alone_is_held_within_a_frame() -> None:
+    kept, weight = Kept(), torch.full((2,), 3.0)
+    made = Doubling(torch.ones(2), weight)
+    for _ in range(2):  # outside of one nothing is kept
+        assert torch.equal(kept.of_weights([weight], made)[0], weight)
+    assert made.calls == 2 and len(kept) == 0
+    frame = Frame((torch.zeros(1),))
+    with within(frame):
+        (first,) = kept.of_weights([weight], made)
+        assert kept.of_weights([weight], made)[0] is first
+    assert made.calls == 3 and frame.refresh() == 0
+    weight.mul_(2)
+    assert frame.refresh() == 1 and torch.equal(first, torch.full((2,), 6.0))
+    other = torch.full((2,), 5.0)
+    with within(frame):
+        assert torch.equal(kept.of_weights([other], Doubling(torch.ones(2), other))[0], other)
+    with torch.inference_mode():
+        uncounted = torch.ones(2)  # nobody would see it change
+    with within(frame):
+        given = Doubling(torch.ones(2), uncounted)
+        kept.of_weights([uncounted], given)
+        kept.of_weights([uncounted], given)
+        assert given.calls == 2

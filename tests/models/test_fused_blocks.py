@@ -13,6 +13,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clearway.execution.kept import Kept
 from clearway.models import _fused_blocks
 from clearway.models._bound import Bound
 from clearway.ops import contract
@@ -133,6 +134,10 @@ def test_biases_stay_where_they_cannot_be_folded(change: str, monkeypatch: pytes
         agree(block, _fused_blocks.folded_resnet, X, TEMB)
 
 
+def upsample(block: Any, *args: Any) -> Any:
+    return _fused_blocks.upsample(block, Kept(), *args)
+
+
 def upsampler(**options: Any) -> Upsample2D:
     torch.manual_seed(0)
     return Upsample2D(8, **({"use_conv": True, "out_channels": 6} | options)).eval()
@@ -141,16 +146,16 @@ def upsampler(**options: Any) -> Upsample2D:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("size", [None, (12, 10)])
 def test_an_upsampler(layout: torch.memory_format, size: tuple[int, int] | None) -> None:
-    agree(upsampler(), _fused_blocks.upsample, X.to(memory_format=layout), size)
+    agree(upsampler(), upsample, X.to(memory_format=layout), size)
 
 
 def test_an_upsampler_that_is_handed_over() -> None:
-    agree(upsampler(), _fused_blocks.upsample, X, (13, 10), fused=False)
-    agree(upsampler(use_conv=False, out_channels=8), _fused_blocks.upsample, X, fused=False)
-    agree(upsampler(use_conv_transpose=True), _fused_blocks.upsample, X, fused=False)
+    agree(upsampler(), upsample, X, (13, 10), fused=False)
+    agree(upsampler(use_conv=False, out_channels=8), upsample, X, fused=False)
+    agree(upsampler(use_conv_transpose=True), upsample, X, fused=False)
     hooked = upsampler()
     hooked.conv.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    agree(hooked, _fused_blocks.upsample, X, fused=False)
+    agree(hooked, upsample, X, fused=False)
 
 
 def test_single_layers() -> None:
@@ -247,5 +252,5 @@ def test_pictures_that_tile(make: Callable[[], Any], change: str, monkeypatch: p
             else:
                 conv._conv_forward = MethodType(in_one_direction, conv)
     is_resnet = isinstance(block, ResnetBlock2D)
-    run = _fused_blocks.routed_resnet if is_resnet else _fused_blocks.upsample
+    run = _fused_blocks.routed_resnet if is_resnet else upsample
     agree(block, run, X, *([TEMB] if is_resnet else []), fused=is_resnet)

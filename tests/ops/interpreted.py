@@ -33,12 +33,9 @@ NAME = "triton"
 BESIDE = {
     "attention_gemm": ("attention", "gemm"),
     "attention_tiled": ("attention", "tiled"),
-    "convolution": ("convolution", "split_k"),
     "group_norm_rows_triton": ("group_norm_silu", NAME),
 }
 """Sources of implementations of other names: their op and name."""
-HALVES = ("tiled", "split_k")
-"""They multiply bfloat16 as it is, of which the interpreter takes the bits for integers."""
 
 group_norm_rows_triton.CHUNKS = 3  # so that small cases have chunks of several tiles
 group_norm_rows_triton.MERGED = 2  # and more of them than are merged at once
@@ -72,8 +69,8 @@ def check_others() -> Iterator[dict[str, Any]]:
     for name, other in TRITON_TOO:
         for case, given in (*small(OPS[name]), *scaled(name)):
             for dtype in selftest.DTYPES:
-                if other in HALVES and dtype == torch.bfloat16:
-                    continue
+                if other == "tiled" and dtype == torch.bfloat16:
+                    continue  # the interpreter multiplies the bits of bfloat16 as integers
                 args = in_dtype(given, dtype)
                 if refused(named(OPS[name], other), args) is None:
                     problem = selftest.problem(OPS[name], named(OPS[name], other), args)
@@ -143,7 +140,6 @@ def check_mutants(folder: Path) -> Iterator[dict[str, Any]]:
 
 def first_problem(op: Op, name: str = NAME) -> str:
     for case, args in (*small(op), *scaled(op.name)):
-        args = in_dtype(args, torch.float16) if name == "split_k" else args  # it takes halves alone
         if name != NAME and refused(named(op, name), args):
             continue
         found = selftest.problem(op, named(op, name), args)

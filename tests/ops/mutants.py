@@ -62,13 +62,4 @@ MUTANTS = (
     ("skip_concat", "(p < size) & (c < both)", "(p < size) & (c < both - 1)"),
     ("residual_add", "y += tl.load(bias", "y -= tl.load(bias"),
     ("residual_add", "r_n + wide * r_c", "x_n + wide * r_c"),
-    ("convolution", "& (i + down >= 0)", ""),
-    ("convolution", "& (j + right < width)", ""),
-    ("convolution", "m // width % height", "m // width"),
-    ("convolution", "tap // SIDE - SIDE // 2, tap", "tap // SIDE - SIDE // 2, block"),
-    ("convolution", "(block - tap * per_tap) * BLOCK_K", "(block - tap) * BLOCK_K"),
-    ("convolution", "(tl.program_id(2) + 1) * blocks //", "tl.program_id(2) * blocks //"),
-    ("convolution", "(tl.program_id(2) * rows + m)", "m"),
-    ("convolution", "for share in tl.static_range(1, SPLIT)", "for share in tl.static_range(2, SPLIT)"),
-    ("convolution", "mask=(m < rows)[:, None])", "mask=(m < rows - 1)[:, None])"),
 )

@@ -27,10 +27,10 @@ def with_implementation(name: str) -> list[str]:
     return [op for op in NAMES if any(i.name == name for i in OPS[op].implementations)]
 
 
-TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"), ("convolution", "split_k"))
+TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"))
 """Implementations of other names that launch Triton kernels; they may refuse some small cases."""
 
-GLUON = (("convolution", "gluon"), ("geglu_linear", "gluon"))
+GLUON = (("convolution", "gluon"), ("geglu_linear", "gluon"), ("upsample_conv", "gluon"))
 """Those in Gluon, for Hopper alone: compiled, never interpreted."""
 
 

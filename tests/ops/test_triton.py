@@ -61,7 +61,7 @@ def test_implementations_of_other_names_interpreted(tmp_path: Path) -> None:
     assert [line for line in found if line["problem"]] == []
     for op, name in TRITON_TOO:
         mine = [line for line in found if (line["op"], line["implementation"]) == (op, name)]
-        assert len(mine) >= 10
+        assert len(mine) >= 20
         evidence.note(op, name, "interpreted", "CPU")
 
 

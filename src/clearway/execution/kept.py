@@ -92,6 +92,14 @@ class Kept:
         self._entries = [*others, fresh][-self.limit :]  # a new list: another thread may be reading this one
         return values
 
+    def of_weights(self, weights: Sequence[Tensor], compute: Callable[[], Values]) -> Values:
+        """compute(), which reads `weights` alone; within a captured graph what it gave before the graph was
+        captured, as long as the weights are what they were. Outside of one nothing is kept."""
+        frame = _frame.get()
+        if frame is None or torch.compiler.is_compiling() or not _tracked(weights):
+            return compute()
+        return frame.fixed(self, weights, compute)
+
     def _drop(self, gone: weakref.ref[Tensor]) -> None:
         self._entries = [entry for entry in self._entries if entry.source is not gone]
 
@@ -123,6 +131,15 @@ class Frame:
     ) -> Values:
         if not any(source is one for one in self.sources):
             return compute()  # made within the graph, so what reads it is too
+        return self._held(owner, source, weights, compute)
+
+    def fixed(self, owner: Kept, weights: Sequence[Tensor], compute: Callable[[], Values]) -> Values:
+        """As `get`, of weights alone, which lie outside of the graph."""
+        return self._held(owner, weights[0], weights, compute)
+
+    def _held(
+        self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
+    ) -> Values:
         key = (id(owner), id(source))
         found = self.held.get(key)
         if found is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clearway.execution.kept import Kept
 from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight, unheard
 from clearway.models._time_embedding import projected
 from clearway.ops.contract import REFERENCE
@@ -23,7 +24,7 @@ from clearway.ops.geglu import geglu
 from clearway.ops.geglu_linear import geglu_linear
 from clearway.ops.group_norm_silu import group_norm_silu
 from clearway.ops.residual_add import residual_add
-from clearway.ops.upsample_conv import upsample_conv
+from clearway.ops.upsample_conv import made_phases, upsample_conv
 
 
 def _norm(norm: nn.GroupNorm, x: Tensor, shift: Tensor | None = None, activation: bool = True) -> Tensor:
@@ -133,13 +134,18 @@ def refuse_resnet(block: Any) -> str | None:
     return None
 
 
-def upsample(block: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Upsample2D by two with its convolution."""
+def upsample(
+    block: Any, kept: Kept, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Upsample2D by two with its convolution, whose phases a captured graph finds made."""
     x = hidden_states
     twice = output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3])
     if args or kwargs or not twice or needs_gradient(block, x) or refuse_upsample(block):
         return own(block, hidden_states, output_size, *args, **kwargs)
-    return upsample_conv(x, block.conv.weight, block.conv.bias)
+    weight, phases = block.conv.weight, None
+    if x.is_cuda and upsample_conv.route(x, weight, block.conv.bias).name != REFERENCE:
+        (phases,) = kept.of_weights((weight,), lambda: (made_phases(weight),))
+    return upsample_conv(x, weight, block.conv.bias, phases)
 
 
 def refuse_upsample(block: Any) -> str | None:

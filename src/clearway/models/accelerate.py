@@ -17,6 +17,7 @@ from torch import nn
 
 from clearway.errors import RequestError, nearest
 from clearway.execution import EXECUTORS, forget
+from clearway.execution.kept import Kept
 from clearway.models import (
     _attention,
     _checks,
@@ -221,7 +222,7 @@ def _place(
             _bind(name, module, "skip_concat", ups[kind], None, report)
         elif kind is Upsample2D and "upsample_conv" in ops:
             why = _fused_blocks.refuse_upsample(module)
-            _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report)
+            _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report, Kept())
         elif kind is Transformer2DModel and module.is_input_continuous:
             if layout == "channels_last":
                 module.__dict__[_TOKENS] = Bound(_transformers.image_of_tokens, module)
@@ -251,14 +252,20 @@ def _place(
 
 
 def _bind(
-    name: str, module: nn.Module, what: str, run: Callable[..., Any], why: str | None, report: Report
+    name: str,
+    module: nn.Module,
+    what: str,
+    run: Callable[..., Any],
+    why: str | None,
+    report: Report,
+    *more: Any,
 ) -> bool:
-    """Puts `run` in place of the module's forward, if nothing speaks against it."""
+    """Puts `run(module, *more, ...)` in place of the module's forward, if nothing speaks against it."""
     reason = occupied(module) or why
     if reason:
         report.leave(reason, name)
         return False
-    _stand_in(module, run)
+    _stand_in(module, run, *more)
     report.place(what, name)
     return True
 

@@ -27,8 +27,9 @@ from clearway.ops.contract import REFERENCE, Case, Given, op
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS, COLUMNS, BLOCK_K, STAGES, WARPS = 128, 128, 64, 4, 8
-LEAST_TILES = 264
-"""Tiles below which PyTorch's product, which cuts finer, was quicker."""
+LEAST_USE = 0.75
+"""Part of the multiprocessors' turns that tiles must fill: below it PyTorch's product, which cuts finer, and
+a pass after it are expected to be quicker."""
 
 
 def inputs(rows: tuple[int, ...], width: int, outputs: int, bias: bool = True) -> Case:
@@ -85,7 +86,19 @@ def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @geglu_linear.default("cuda")
 def _prefer_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    return "gluon" if attention_torch.capability(x) == HOPPER else REFERENCE
+    if not x.is_cuda or _refuse(x, weight, bias) is not None:
+        return REFERENCE
+    return (
+        "gluon"
+        if use(x.numel() // x.shape[-1], weight.shape[0] // 2, processors(x.get_device())) >= LEAST_USE
+        else REFERENCE
+    )
+
+
+def use(rows: int, outputs: int, there: int) -> float:
+    """Part of the turns of `there` multiprocessors that the tiles of (rows, outputs) fill."""
+    tiles = -(-rows // ROWS) * (outputs // COLUMNS)
+    return tiles / (-(-tiles // there) * there)
 
 
 def _refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

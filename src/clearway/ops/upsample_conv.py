@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _triton
+from clearway.ops import _gluon, _triton, convolution_gluon
 from clearway.ops._cases import normal
 from clearway.ops._layout import image_format, refuse_alike, refuse_dtype
 from clearway.ops._triton import counting, kernel, tl
@@ -41,8 +41,10 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "ragged, channels-last", inputs(2, 5, 7, 9, 3, last=True)
     yield "no bias", (*inputs(1, 8, 8, 5, 6, last=True)[:2], None)
     yield "several blocks", inputs(1, 16, 80, 20, 36, last=True)
+    yield "tiles of 160", inputs(2, 64, 160, 8, 12, last=True)
     x, *rest = inputs(1, 8, 4, 6, 12)
     yield "every second column", (x[..., ::2], *rest)
+    yield "SD1.5 8x8", lambda: inputs(2, 1280, 1280, 8, 8, last=True)
     yield "SD1.5 32x32", lambda: inputs(2, 640, 640, 32, 32, last=True)
     yield "SDXL 32x32", lambda: inputs(2, 1280, 1280, 32, 32, last=True)
     yield "VAE 512, first", lambda: inputs(1, 512, 512, 64, 64, last=True)
@@ -55,6 +57,10 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     for name in ("phases", "triton"):
         yield name, "3x3", (x, weight[..., :1], bias)
         yield name, "agree", (x, weight.double(), bias)
+    y, wide, plus = (arg.half() for arg in inputs(1, 64, 160, 4, 8, last=True))
+    yield "gluon", "float32", (y.float(), wide.float(), plus.float())
+    yield "gluon", "multiples of 160", (y, wide[:40], plus[:40])
+    yield "gluon", "channels-last", (y, wide, plus, phases_of(wide).contiguous())
     yield "triton", "float64", (x.double(), weight.double(), None)
 
 
@@ -186,6 +192,39 @@ def _triton_run(x: Tensor, weight: Tensor, bias: Tensor | None, phases: Tensor |
         num_warps=4,
     )
     return out
+
+
+@upsample_conv.default("cuda")
+def _prefer_on_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, phases: Tensor | None = None
+) -> str:
+    return "gluon" if x.is_cuda and convolution_gluon.prefer(x, weight, phases=True) else "triton"
+
+
+def _refuse_gluon(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, phases: Tensor | None = None
+) -> str | None:
+    reason = _refuse(x, weight, bias, phases) or convolution_gluon.refuse(x, weight)
+    if reason is None and phases is not None and not phases.is_contiguous(memory_format=torch.channels_last):
+        reason = f"strides of phases are {phases.stride()}; it takes channels-last ones"
+    return reason
+
+
+@upsample_conv.implementation(
+    "gluon",
+    device="cuda",
+    absent=_gluon.absent,
+    refuse=_refuse_gluon,
+    sources=("_described.py", "_gluon.py", "_triton.py", "convolution_gluon.py"),
+)
+def _gluon_run(x: Tensor, weight: Tensor, bias: Tensor | None, phases: Tensor | None) -> Tensor:
+    """Each phase's tiles written where they belong: no pass after the convolution."""
+    return convolution_gluon.run_phases(x, _phases(weight) if phases is None else phases, bias)
+
+
+def made_phases(weight: Tensor) -> Tensor:
+    """`phases_of(weight)`, on CUDA in one pass where Triton is there."""
+    return _phases(weight) if weight.is_cuda and _triton.absent() is None else phases_of(weight)
 
 
 def _phases(weight: Tensor) -> Tensor:

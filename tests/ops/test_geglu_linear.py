@@ -1,0 +1,61 @@
+"""GEGLU inside its product: the formula, its turns, and what a launch is given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from clearway.ops import _triton, geglu_linear
+from clearway.ops._described import Described
+from clearway.ops.contract import REFERENCE
+from clearway.ops.geglu_linear import inputs, use
+
+op = geglu_linear.geglu_linear
+
+
+def test_matches_the_formula() -> None:
+    x, weight, bias = (arg.double() for arg in inputs((3, 5), 7, 4))
+    both = x @ weight.T + bias
+    a, b = both[..., :4], both[..., 4:]
+    gelu = 0.5 * b * (1 + torch.erf(b / math.sqrt(2)))
+    torch.testing.assert_close(op(x, weight, bias), a * gelu)
+    torch.testing.assert_close(op(x, weight, None), op(x, weight, torch.zeros_like(bias)))
+    with pytest.raises(ValueError, match="3 rows; they must be even"):
+        op(x, weight[:3], bias[:3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "wanted"),
+    [(2048, 5120, True), (8192, 1280, True), (2048, 2560, True), (512, 5120, False), (77, 1280, False)],
+)
+def test_turns_that_are_mostly_full_are_preferred(rows: int, outputs: int, wanted: bool) -> None:
+    """On an H200's 132 multiprocessors those were the quicker ones (bench/gluon_on_device.py)."""
+    assert (use(rows, outputs, 132) >= geglu_linear.LEAST_USE) == wanted
+
+
+def test_a_launch_covers_all_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        _triton.Kernel, "launch", lambda self, grid, *args, **given: seen.append((grid, args, given))
+    )
+    with torch.device("meta"):
+        x, weight, bias = (arg.half() for arg in inputs((2, 500), 640, 2560))
+    out = geglu_linear._gluon_run(x, weight, bias)
+    assert out.shape == (2, 500, 2560) and out.is_contiguous()
+    (((programs,), args, given),) = seen
+    parts = [arg for arg in args if isinstance(arg, Described)]
+    assert [tuple(part.tensor.shape) for part in parts] == [(1000, 640), (5120, 640), (1000, 2560)]
+    assert [part.block for part in parts] == [(128, 64), (128, 64), (128, 128)]
+    down, tiles, outputs, blocks = args[4:]
+    assert (programs, down, tiles, outputs, blocks) == (132, 8, 160, 2560, 10)
+    stage = 2 * given["BLOCK_K"] * (given["ROWS"] + 2 * given["COLUMNS"])
+    assert given["STAGES"] * stage + 2 * given["ROWS"] * given["COLUMNS"] + 1024 <= 227 * 1024
+
+
+def test_off_the_gpu_it_is_pytorchs() -> None:
+    args = tuple(arg.half() for arg in inputs((2, 128), 64, 128))
+    assert op.route(*args).name == REFERENCE
+    assert op.defaults["cuda"](*args) == REFERENCE
