@@ -213,7 +213,8 @@ def test_a_failure_beside_older_graphs_leaves_them_and_later_ones_sound(capture:
             torch.testing.assert_close(output, expected, rtol=1e-2, atol=0.5)
     graphs.clear()
     before = failed()
-    assert all(failed() <= before + 2**22 for _ in range(4))  # none keeps a memory of its own
+    after = [failed() for _ in range(4)]
+    assert max(after) <= before + 2**22, (before, after)  # none keeps a memory of its own
 
 
 @pytest.mark.cuda

@@ -404,6 +404,7 @@ def test_on_a_device_a_failed_capture_is_a_reason_and_the_next_one_works(network
                 x, context = (torch.ones(rows, 4, device="cuda") for _ in range(2))
                 expected = geglu(network.inner(x) + network.inner(context))
                 torch.testing.assert_close(run(x, context=context)[0], expected)
+    assert not run.pool.reasons, run.pool.reasons
     assert run.routes == {"unet/cuda_graph": 10} and run.pool.made == 3
 
 
