@@ -59,6 +59,7 @@ class _Memory:
     handle: Any = None
     stream: Any = None
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Those of the pool that `handle` names."""
     failed: list[Any] = field(default_factory=list)
     """Graphs whose capture failed, kept: torch's allocator of pinned memory goes on asking them."""
 
@@ -109,7 +110,7 @@ class TorchCapture:
         capture otherwise."""
         memory, before = _memory(), torch.cuda.current_stream()
         if memory.handle is None or not memory.graphs:  # a pool that all graphs have left is closed
-            memory.handle = torch.cuda.graph_pool_handle()
+            memory.handle, memory.graphs = torch.cuda.graph_pool_handle(), weakref.WeakSet()
             torch._C._cuda_clearCublasWorkspaces()  # the capturing stream's is made anew, in this pool
         graph = torch.cuda.CUDAGraph()
         raised: list[BaseException] = []
