@@ -40,16 +40,17 @@ def test_accelerate_begins_the_ops_that_it_put_in_place(
     accelerate(unet.half(), executor="eager")
     ((ops, kind, dtype, likes),) = asked
     assert {"attention", "convolution", "geglu", "group_norm_silu", "layer_norm"} <= set(ops)
-    assert "residual_add" in ops
+    assert {"linear", "residual_add"} <= set(ops)
     assert (kind, dtype) == ("cpu", torch.float16)
-    assert set(likes) == {"attention", "geglu", "layer_norm"}
+    assert set(likes) == {"attention", "geglu", "layer_norm", "linear"}
 
 
 def test_shapes_are_those_that_modules_tell() -> None:
     from diffusers.models.attention_processor import Attention
 
     part = nn.Sequential(Attention(query_dim=24, heads=3, dim_head=8), nn.LayerNorm(24))
-    assert _checks.likes(part) == {"attention": (2, 3, 64, 8), "layer_norm": (2, 64, 24)}
+    linear = (2, 64, 24)
+    assert _checks.likes(part) == {"attention": (2, 3, 64, 8), "layer_norm": (2, 64, 24), "linear": linear}
 
 
 def test_where_nothing_was_put_nothing_is_begun(asked: list[tuple[Any, ...]]) -> None:

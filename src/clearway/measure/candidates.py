@@ -156,6 +156,8 @@ def _same(device: Device, request: Request) -> list[Candidate]:
         missing = None
         if op in ("convolution", "residual_add") and device.kind != "cuda":
             missing = f"convolutions on {device.kind} add their bias themselves"
+        if op == "linear" and device.kind != "cuda":
+            missing = f"the choices are cuBLASLt's, this is {device.kind}"
         made.append(Candidate(op, SAME, Change(ops=names), _slots(names), why, missing))
     made.append(Candidate("all ops", SAME, Change(ops=OPS), _slots(OPS), "every op in place"))
     for name in EXECUTORS:

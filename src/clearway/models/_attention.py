@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from clearway.execution.kept import Kept
 from clearway.models._bound import needs_gradient
 from clearway.models._joined import alike, joined, ordinary
+from clearway.models._linear import product
 from clearway.ops.attention import attention
 
 
@@ -88,7 +88,7 @@ class Processor:
             # a compiler cannot see where weights lie
             if self.packed and not torch.compiler.is_compiling() and refuse_packed(attn) is None:
                 weight, bias = self._packed(attn)
-                q, k, v = F.linear(x, weight, bias).chunk(3, dim=-1)
+                q, k, v = product(attn.to_q)(x, weight, bias).chunk(3, dim=-1)
                 return q, k, v
             return attn.to_q(x), attn.to_k(x), attn.to_v(x)
         read = context

@@ -49,6 +49,7 @@ def likes(part: nn.Module) -> dict[str, tuple[int, ...]]:
         heads, q = getattr(module, "heads", None), getattr(module, "to_q", None)
         if isinstance(heads, int) and isinstance(q, nn.Linear):
             found.setdefault("attention", (2, heads, 64, q.out_features // heads))
+            found.setdefault("linear", (2, 64, q.in_features))
         if type(module).__name__ == "GEGLU" and isinstance(module.proj, nn.Linear):
             found.setdefault("geglu", (2, 64, module.proj.out_features))
     return found

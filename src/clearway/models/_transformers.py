@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from clearway.models._bound import Bound, needs_gradient, own, plain, plain_weight, unheard
+from clearway.models._linear import product
 from clearway.ops.layer_norm import layer_norm
 
 
@@ -168,7 +168,7 @@ def _pointwise(conv: Any) -> bool:
 
 def _projected(layer: Any, tokens: Tensor) -> Tensor:
     if isinstance(layer, nn.Conv2d):
-        return F.linear(tokens, layer.weight.flatten(1), layer.bias)
+        return product(layer)(tokens, layer.weight.flatten(1), layer.bias)
     out: Tensor = layer(tokens)
     return out
 

@@ -25,6 +25,7 @@ from clearway.models import (
     _executors,
     _fused_blocks,
     _joined,
+    _linear,
     _time_embedding,
     _transformers,
     _up_blocks,
@@ -42,6 +43,7 @@ OPS = (
     "geglu",
     "group_norm_silu",
     "layer_norm",
+    "linear",
     "residual_add",
     "skip_concat",
     "time_embedding",
@@ -224,6 +226,8 @@ def _place(
             why = _fused_blocks.refuse_upsample(module)
             _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report, Kept())
         elif kind is Transformer2DModel and module.is_input_continuous:
+            if "linear" in ops:
+                _route_linear(name, module, report)
             if layout == "channels_last":
                 module.__dict__[_TOKENS] = Bound(_transformers.image_of_tokens, module)
             if "layer_norm" in ops:
@@ -274,6 +278,16 @@ def _stand_in(module: nn.Module, run: Callable[..., Any], *more: Any) -> None:
     bound = Bound(run, module, *more)
     bound.before = module.__dict__.get("forward")
     module.forward = bound
+
+
+def _route_linear(name: str, transformer: nn.Module, report: Report) -> None:
+    """Puts the op at the linear layers of a transformer, and has it compute those of its convolutions that
+    are products."""
+    for key, layer in _linear.layers(transformer):
+        if type(layer) is nn.Linear:
+            _bind(f"{name}.{key}", layer, "linear", _linear.routed, _linear.refuse(layer), report)
+        else:
+            layer.__dict__[_linear.MARK] = True
 
 
 def _swap(name: str, attn: Any, kept: bool, packed: bool, promised: bool, report: Report) -> None:
@@ -346,6 +360,7 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
         report.place("restored", name)
     if held.pop(_PACKED, False):
         _joined.unpack([module.to_q, module.to_k, module.to_v])
+    held.pop(_linear.MARK, None)
     _time_embedding.take_away(module)
     for key, stride in held.pop(_STRIDES, {}).items():
         weight = module._parameters.get(key)
