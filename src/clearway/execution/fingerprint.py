@@ -12,7 +12,7 @@ import copy
 import enum
 import hashlib
 from itertools import chain
-from operator import call, is_, itemgetter
+from operator import call, eq, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,10 +96,10 @@ class Fingerprint:
     def _set_alike(self) -> bool:
         """Whether all settings are what they were."""
         try:
-            return (
-                list(map(_TRAINING, self._vars)) == self._training
-                and list(map(call, self._set_by, self._set_of)) == self._set
-            )
+            if list(map(_TRAINING, self._vars)) != self._training:
+                return False
+            # one after the other: so many tuples at once would set off the garbage collector
+            return all(map(eq, map(call, self._set_by, self._set_of), self._set))
         except (KeyError, RuntimeError):  # gone, or a tensor now
             return False
 
