@@ -5,15 +5,16 @@
 Each contender's calls, over sets of inputs that together are more than the cache holds, are captured in one
 graph and its replays timed between two events, contenders taking turns; fp16, random data. The first line
 says where the figures come from, then one JSON line a product, written at once: microseconds of a call
-(median) by contender, "linear" being F.linear and numbers the heuristic's order, ", memsets by kernels" with
-those nodes replaced (execution/memsets.py); the memset nodes that a call has in its graph; how far results
-are from float64's, as a ratio of norms, beside F.linear's; then what the op would choose by its own trial,
-and how long that takes. With `--device cpu --small` two small products run, by F.linear alone.
+(median) by contender, "linear" being F.linear and numbers the heuristic's order; the memset nodes that a call
+has in its graph; how far results are from float64's, as a ratio of norms, beside F.linear's; then what the op
+would choose by its own trial, and how long that takes. With `--device cpu --small` two small products run, by
+F.linear alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
 import statistics
@@ -34,7 +35,8 @@ from clearway import device
 from clearway.measure.provenance import provenance
 from clearway.ops import _cublaslt, _linear_choices, _linear_trial
 
-LINEAR, BY_KERNELS = "linear", ", memsets by kernels"
+LINEAR = "linear"
+MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
 SMALL = ((16, 32, 24, True), (8, 16, 32, False))
 MOST = 16
 WIDE = 256
@@ -142,8 +144,7 @@ def checked(
 def made(
     run: Run, calls: Mapping[str, Calls], failed: dict[str, str], told: dict[str, Any]
 ) -> dict[str, Call]:
-    """Each contender's calls as one: on CUDA the replay of their graph, and of one without memset nodes
-    where there are any."""
+    """Each contender's calls as one: on CUDA the replay of their graph."""
     if run.kind != "cuda":
         return {name: chained(each) for name, each in calls.items()}
     ready: dict[str, Call] = {}
@@ -161,9 +162,6 @@ def made(
                 ready[name] = graph.replay
             except RuntimeError as error:
                 failed[name] = f"{type(error).__name__}: {error}"[:200]
-                continue
-            if nodes[name] != 0:
-                with_kernels(name, each, pool, ready, failed)
         for replay in ready.values():
             replay()
     torch.cuda.current_stream().wait_stream(stream)
@@ -171,28 +169,20 @@ def made(
     return ready
 
 
-def with_kernels(name: str, calls: Calls, pool: Any, ready: dict[str, Call], failed: dict[str, str]) -> None:
-    """The same graph with its memsets made kernels, as networks' graphs have them."""
-    try:
-        from clearway.execution.memsets import Memsets
-
-        changed = Memsets()
-        graph = _linear_trial.captured(calls, pool, keep_graph=True)
-        changed.finish(graph)
-        if changed.reason is not None:
-            raise RuntimeError(changed.reason)
-        ready[name + BY_KERNELS] = graph.replay
-    except Exception as error:  # the other figures are wanted all the same
-        failed[name + BY_KERNELS] = f"{type(error).__name__}: {error}"[:200]
-
-
 def memsets_in(graph: Any, calls: int) -> float | str:
     """Memset nodes for each call of a graph that is not instantiated yet, or why they were not counted."""
     try:
-        from clearway.execution.nodes import MEMSET, Driver
-
-        driver = Driver()
-        found = sum(driver.kind(node) == MEMSET for node in driver.nodes(graph.raw_cuda_graph()))
+        driver, count, kind = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t(), ctypes.c_int()
+        whole = ctypes.c_void_p(graph.raw_cuda_graph())
+        status = driver.cuGraphGetNodes(whole, None, ctypes.byref(count))
+        nodes = (ctypes.c_void_p * count.value)()
+        status = status or driver.cuGraphGetNodes(whole, nodes, ctypes.byref(count))
+        found = 0
+        for node in nodes:
+            status = status or driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+            found += kind.value == MEMSET
+        if status:
+            raise RuntimeError(f"the driver gave {status}")
         return round(found / calls, 2)
     except Exception as error:  # times are wanted all the same
         return f"{type(error).__name__}: {error}"[:100]

@@ -130,6 +130,16 @@ def test_graphs_of_calls_are_timed_and_given_back(monkeypatch: pytest.MonkeyPatc
         assert _linear_trial.capturable(cuda.default) is _linear_trial.capturable(cuda.default)
 
 
+def test_memory_that_cannot_be_given_back_now_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, on_default=False)
+
+    def capturing() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", capturing)
+    assert _linear_trial.times({-1: [lambda: None]}) == {-1: 8.0}
+
+
 def test_a_capture_ends_whatever_a_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch, on_default=False)
 
