@@ -141,6 +141,11 @@ def test_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert reason.startswith("libcublasLt.so.99 cannot be used: ") and "\n" not in reason
     monkeypatch.setattr(_cublaslt, "_library", lambda: reason)
     assert _cublaslt.absent() == reason
+    monkeypatch.setattr(_cublaslt, "_library", lambda: Emulated())
+    for nothing in ("no CUDA device or driver answers", None):
+        monkeypatch.setattr(_cublaslt.device, "absent", lambda kind, why=nothing: why)
+        assert _cublaslt.absent() == nothing
+    monkeypatch.setattr(_cublaslt, "_library", lambda: reason)
     with pytest.raises(Failed, match="cannot be used"):
         _cublaslt.binding.__wrapped__()
 

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clearway import device
+
 WORKSPACE_BYTES = 2**25
 """The most a choice may work in, which is what PyTorch gives cuBLASLt on Hopper."""
 ALIGNED = 16
@@ -246,9 +248,9 @@ def _set(call: Any, kind: str, described: c_void_p, attribute: int, value: Any) 
 
 
 def absent() -> str | None:
-    """Why cuBLASLt cannot be had; None where it can."""
+    """Why cuBLASLt cannot be had, or has no device; None where it can."""
     found = _library()
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) else device.absent("cuda")
 
 
 @functools.cache
