@@ -1,8 +1,8 @@
 """The one folder that keeps state between runs: verdicts, tuned tables, choices for products, file hashes.
 
 `CLEARWAY_HOME` names it; otherwise the platform's usual place. Below it is a folder for the layout's version,
-so that an older Clearway never reads what a newer one wrote. Losing the folder costs time, never a picture: at
-most rounding, where a choice for a product then falls otherwise.
+so that an older Clearway never reads what a newer one wrote. Losing the folder costs time, never a picture:
+at most rounding, where a choice for a product then falls otherwise.
 """
 
 from __future__ import annotations
