@@ -50,8 +50,8 @@ def block(part: Described, at: list[int], fill: Tensor | None = None) -> Tensor:
 
 def convolve(grid: tuple[int, ...], *args: Any, **given: Any) -> None:
     x, weight, more, out, rest, bias, images, height, across, down, outputs, per_tap = args
-    first, second, deep, up = (given[key] for key in ("FIRST", "SECOND", "BLOCK_K", "PHASES"))
-    rows, side = given["HEIGHT"] * given["WIDTH"], 2 if up else 3
+    first, second, deep, side = (given[key] for key in ("FIRST", "SECOND", "BLOCK_K", "SIDE"))
+    rows, up, before = given["HEIGHT"] * given["WIDTH"], side == 2, side > 1
     columns = (4 if up else 1) * outputs // (first + second)
     for tile, share in itertools.product(range(grid[0]), range(grid[1])):
         place, column = divmod(tile, columns)
@@ -63,7 +63,9 @@ def convolve(grid: tuple[int, ...], *args: Any, **given: Any) -> None:
         blocks = side * side * per_tap
         for k in range(share * blocks // grid[1], (share + 1) * blocks // grid[1]):
             tap, c = k // per_tap, k % per_tap * deep
-            pixels = block(x, [n, y0 + a - 1 + tap // side, x0 + b - 1 + tap % side, c]).reshape(rows, deep)
+            pixels = block(x, [n, y0 + a - before + tap // side, x0 + b - before + tap % side, c]).reshape(
+                rows, deep
+            )
             taps = [block(weight, [column, k * deep]), block(more, [column + first, k * deep])]
             total += pixels.float() @ torch.cat(taps).float().T
         o = column - phase * outputs
@@ -124,21 +126,46 @@ def test_phases_are_written_where_they_belong(
         large = F.interpolate(x.float(), scale_factor=2.0)
         wanted = F.conv2d(large, weight.float(), None if plus is None else plus.float(), padding=1)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=6e-3)
-    assert all(one["PHASES"] for one in emulated if one["name"] == "_convolve")
+    assert all(one["SIDE"] == 2 for one in emulated if one["name"] == "_convolve")
 
 
-@pytest.mark.parametrize("phases", [False, True])
+@pytest.mark.parametrize("cut", CUTS[:4], ids=str)
+def test_a_linear_layer_is_a_convolution_of_one_tap(
+    emulated: list[dict[str, Any]], cut: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = 2 * (cut.tile.first + cut.tile.second)
+    x, weight, bias = drawn(100, 192), drawn(outputs, 192, fan=192), drawn(outputs)
+    monkeypatch.setattr(source, "planned", lambda *_: cut._replace(height=1, width=cut.tile.rows))
+    for plus in (None, bias):
+        found = source.run_product(x, weight, plus)
+        wanted = F.linear(x.float(), weight.float(), None if plus is None else plus.float())
+        torch.testing.assert_close(found.float(), wanted, rtol=0, atol=4e-3)
+        assert found.shape == (100, outputs) and found.is_contiguous()
+    assert {one["SIDE"] for one in emulated if one["name"] == "_convolve"} == {1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "outputs", "wanted"),
+    [(2048, 1280, 1280, True), (8192, 320, 320, True), (8192, 640, 1920, True), (512, 1280, 1280, False)],
+)
+def test_products_that_fill_the_device_are_preferred(
+    rows: int, channels: int, outputs: int, wanted: bool
+) -> None:
+    assert source.prefer_product(rows, channels, outputs, 132) == wanted
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
 @pytest.mark.parametrize("there", [16, 78, 132, 144])
-def test_plans_fit_the_image_and_the_device(phases: bool, there: int) -> None:
+def test_plans_fit_the_image_and_the_device(side: int, there: int) -> None:
     sizes = ((1, 1), (8, 8), (12, 20), (24, 42), (96, 168), (128, 128))
     for batch, outputs, channels, (height, width) in itertools.product(
         (1, 2, 8), (160, 320, 1280), (64, 320, 2560), sizes
     ):
-        made = plan(batch, channels, outputs, height, width, there, phases)
+        made = plan(batch, channels, outputs, height, width, there, side)
         tile = made.tile
         assert made.height * made.width == tile.rows and outputs % (tile.first + tile.second) == 0
-        assert not phases or height % made.height == 0
-        assert made.split in SPLITS and made.split <= max((4 if phases else 9) * channels // 64, 1)
+        assert side != 2 or height % made.height == 0
+        assert made.split in SPLITS and made.split <= max(side * side * channels // 64, 1)
         assert 0 < made.use <= 1
 
 

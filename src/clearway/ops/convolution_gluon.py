@@ -4,7 +4,8 @@ One warp has the copy engine fetch pixels, shifted by the tap, with zeros beyond
 weights; the others multiply, each in products of a warpgroup. The SD UNets' channels are multiples of 320: a
 tile of all 320 reads every pixel once, where tiles of powers of two leave parts of them empty. Where an image
 is small the sum of a tile is cut into shares that a second launch adds in order. An upsampler's four phases
-are convolutions of 2x2 taps whose tiles are written where they belong in the larger image.
+are convolutions of 2x2 taps whose tiles are written where they belong in the larger image; a linear layer is
+one of a single tap, its rows an image of one row.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,8 +38,13 @@ SPLITS = (1, 2, 3, 4, 6, 8, 16)
 LEAST_BLOCKS = 8
 """Blocks of a sum that a share has at least."""
 SUMMED = 1024  # elements of a program that adds shares
-_LAUNCH, _SHARE = 2.5e5, 8.0
-"""What adding shares costs, in products of a block's channel: the launch, and an element of a share."""
+_LAUNCH, _SHARE, _TURN = 2.5e5, 8.0, 5e4
+"""What takes time besides, in sums of a block: a launch that adds shares, an element of a share, a turn's
+beginning and end."""
+_A_MICROSECOND = 4.67e4
+"""Sums of blocks of a multiprocessor of an H200 in so long: 767 TFLOP/s of all together."""
+_PYTORCH_FLOPS_US, _PYTORCH_US = 6.9e8, 2.5
+"""PyTorch's products on an H200 took FLOPs / the first + the second, in us, or longer."""
 
 
 class Tile(NamedTuple):
@@ -71,27 +77,25 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(
-    batch: int, channels: int, outputs: int, height: int, width: int, there: int, phases: bool = False
-) -> Plan:
-    """The cut that is estimated to be the quickest on `there` multiprocessors. With `phases` of 2x2 taps,
-    whose tiles are of rows that divide the image."""
-    taps, made = (4, 4 * outputs) if phases else (9, outputs)
-    blocks, rows = taps * channels // CHANNELS, batch * height * width
+def plan(batch: int, channels: int, outputs: int, height: int, width: int, there: int, side: int = 3) -> Plan:
+    """The cut that is estimated to be the quickest on `there` multiprocessors, for taps of side x side; those
+    of 2x2 are an upsampler's phases, whose tiles are of rows that divide the image."""
+    made = 4 * outputs if side == 2 else outputs
+    blocks, rows = side * side * channels // CHANNELS, batch * height * width
     best, least = Plan(TILES[-1], 1, TILES[-1].rows, 1, 0.0), float("inf")
     for tile in TILES:
         columns = tile.first + tile.second
         if outputs % columns:
             continue
         for high, wide in _sides(tile.rows):
-            if phases and height % high:
+            if side == 2 and height % high:
                 continue
             tiles = batch * -(-height // high) * -(-width // wide) * (made // columns)
             for split in SPLITS:
                 if split > 1 and (tiles * split > there or blocks // split < LEAST_BLOCKS):
                     continue
                 turns = -(-tiles * split // there)
-                cost = turns * -(-blocks // split) * tile.rows * columns / tile.use
+                cost = turns * (-(-blocks // split) * tile.rows * columns / tile.use + _TURN)
                 cost += _LAUNCH + _SHARE * split * rows * made / there if split > 1 else 0.0
                 if cost < least:
                     use = rows * made / there * blocks / cost
@@ -127,19 +131,26 @@ def refuse(x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-def prefer(x: Tensor, weight: Tensor, phases: bool = False) -> bool:
+def prefer(x: Tensor, weight: Tensor, side: int = 3) -> bool:
     """Whether it is expected to be quicker than PyTorch's convolution."""
     if refuse(x, weight) is not None:
         return False
     rows = x.shape[0] * x.shape[2] * x.shape[3]
-    return planned(x, weight.shape[0], phases).use >= (LEAST_USE_OF_FEW if rows <= FEW else LEAST_USE)
+    return planned(x, weight.shape[0], side).use >= (LEAST_USE_OF_FEW if rows <= FEW else LEAST_USE)
 
 
-def planned(x: Tensor, outputs: int, phases: bool) -> Plan:
+def prefer_product(rows: int, channels: int, outputs: int, there: int) -> bool:
+    """Whether a linear layer of so many rows is expected to be quicker than PyTorch's."""
+    sums = rows * outputs / there * channels / CHANNELS
+    ours_us = sums / plan(1, channels, outputs, 1, rows, there, side=1).use / _A_MICROSECOND
+    return ours_us < 2 * rows * outputs * channels / _PYTORCH_FLOPS_US + _PYTORCH_US
+
+
+def planned(x: Tensor, outputs: int, side: int) -> Plan:
     """The plan for x (N, C, H, W) on its device."""
     batch, channels, height, width = x.shape
     there = processors(x.get_device()) if x.is_cuda else PROCESSORS
-    return plan(batch, channels, outputs, height, width, there, phases)
+    return plan(batch, channels, outputs, height, width, there, side)
 
 
 @counting()
@@ -168,7 +179,7 @@ def _fetch(
 def _multiply(
     out, rest, bias, pixels, taps, others, full, empty, n, y0, x0, o, a, b, blocks,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
-    PHASES: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    SIDE: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The sums of a tile's FIRST and SECOND columns, to `out` and `rest` by way of the stages' memory."""
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
@@ -194,7 +205,7 @@ def _multiply(
     second = pixels._reinterpret(rest.dtype, rest.block_type.shape, rest.layout)
     second.reshape([ROWS, SECOND]).store(more.to(rest.dtype))
     hopper.fence_async_shared()
-    if PHASES:
+    if SIDE == 2:
         hopper.tma.async_copy_shared_to_global(out, [n + y0, a, x0, b, o], first)
         hopper.tma.async_copy_shared_to_global(rest, [n + y0, a, x0, b, o + FIRST], second)
     else:
@@ -207,14 +218,14 @@ def _multiply(
 def _convolve(
     x, weight, more, out, rest, bias, images, height, across, down, outputs, per_tap,
     HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, FIRST: gl.constexpr,
-    SECOND: gl.constexpr, PHASES: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr,
+    SECOND: gl.constexpr, SIDE: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """A tile of HEIGHT x WIDTH pixels; program_id(1) says which share of its sum, for which `out` has images
-    of its own. With PHASES `out` is (images * height, 2, width, 2, outputs)."""
+    of its own. With taps of 2x2 `out` is (images * height, 2, width, 2, outputs)."""
     ROWS: gl.constexpr = HEIGHT * WIDTH
-    SIDE: gl.constexpr = 2 if PHASES else 3
-    columns = (4 if PHASES else 1) * outputs // (FIRST + SECOND)
+    BEFORE: gl.constexpr = 0 if SIDE == 1 else 1
+    columns = (4 if SIDE == 2 else 1) * outputs // (FIRST + SECOND)
     tile = gl.program_id(0)
     share = gl.program_id(1)
     column = tile % columns * (FIRST + SECOND)
@@ -229,7 +240,7 @@ def _convolve(
     start = share * (SIDE * SIDE * per_tap) // gl.num_programs(1)
     blocks = (share + 1) * (SIDE * SIDE * per_tap) // gl.num_programs(1) - start
     image = share * images + n
-    if PHASES:
+    if SIDE == 2:
         image = image * height
     pixels = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
     taps = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)
@@ -244,12 +255,12 @@ def _convolve(
             (
                 _multiply,
                 (out, rest, bias, pixels, taps, others, full, empty, image, y0, x0, column - phase * outputs,
-                 a, b, blocks, ROWS, BLOCK_K, FIRST, SECOND, PHASES, HAS_BIAS, STAGES, num_warps),
+                 a, b, blocks, ROWS, BLOCK_K, FIRST, SECOND, SIDE, HAS_BIAS, STAGES, num_warps),
             ),
             (
                 _fetch,
-                (x, weight, more, pixels, taps, others, full, empty, n, y0 + a - 1, x0 + b - 1, column, start,
-                 blocks, per_tap, SIDE, BLOCK_K, FIRST, STAGES),
+                (x, weight, more, pixels, taps, others, full, empty, n, y0 + a - BEFORE, x0 + b - BEFORE,
+                 column, start, blocks, per_tap, SIDE, BLOCK_K, FIRST, STAGES),
             ),
         ],
         [1],
@@ -272,19 +283,26 @@ def _add(shares, out, bias, size, outputs, SPLIT: tl.constexpr, HAS_BIAS: tl.con
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
     """conv(x, weight) of 3x3 taps, for arguments that `refuse` takes."""
-    return cut_so(x, weight, None, planned(x, weight.shape[0], phases=False))
+    return cut_so(x, weight, None, planned(x, weight.shape[0], 3))
 
 
 def run_phases(x: Tensor, phases: Tensor, bias: Tensor | None) -> Tensor:
     """The upsampled image: phases (4 O, C, 2, 2), for arguments that `refuse` takes with the 3x3 taps."""
-    return cut_so(x, phases, bias, planned(x, phases.shape[0] // 4, phases=True))
+    return cut_so(x, phases, bias, planned(x, phases.shape[0] // 4, 2))
+
+
+def run_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias for x (rows, C) and weight (O, C)."""
+    image = x.view(1, 1, *x.shape).permute(0, 3, 1, 2)
+    out = cut_so(image, weight.view(*weight.shape, 1, 1), bias, planned(image, len(weight), 1))
+    return out.permute(0, 2, 3, 1).view(len(x), len(weight))
 
 
 def cut_so(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Plan) -> Tensor:
-    """The same, cut in a certain way; weight (O, C, 3, 3), or four phases, (4 O, C, 2, 2)."""
-    batch, channels, height, width = x.shape
-    side, phases = weight.shape[-1], weight.shape[-1] == 2
-    outputs, up = weight.shape[0] // (4 if phases else 1), 2 if phases else 1
+    """The same, cut in a certain way; weight (O, C, 3, 3), (O, C, 1, 1), or four phases, (4 O, C, 2, 2)."""
+    (batch, channels, height, width), side = x.shape, weight.shape[-1]
+    up = 2 if side == 2 else 1
+    outputs = weight.shape[0] // up**2
     tile, high, wide, split = cut[:4]
     shape, last = (batch, outputs, up * height, up * width), torch.channels_last
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=last)
@@ -293,7 +311,7 @@ def cut_so(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Plan) -> Tensor:
         shares = x.new_empty((split * batch, up * height, up * width, outputs), dtype=torch.float32)
     blocks: list[tuple[int, ...]] = [(1, high, wide, one) for one in (tile.first, tile.second)]
     to = shares
-    if phases:
+    if side == 2:
         to = shares.view(split * batch * height, 2, width, 2, outputs)
         blocks = [(high, 1, wide, 1, one) for one in (tile.first, tile.second)]
     matrix = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], side * side * channels)
@@ -314,7 +332,7 @@ def cut_so(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Plan) -> Tensor:
         BLOCK_K=CHANNELS,
         FIRST=tile.first,
         SECOND=tile.second,
-        PHASES=phases,
+        SIDE=side,
         HAS_BIAS=added is not None,
         STAGES=tile.stages,
         num_warps=tile.warps,

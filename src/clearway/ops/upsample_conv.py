@@ -198,7 +198,7 @@ def _triton_run(x: Tensor, weight: Tensor, bias: Tensor | None, phases: Tensor |
 def _prefer_on_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, phases: Tensor | None = None
 ) -> str:
-    return "gluon" if x.is_cuda and convolution_gluon.prefer(x, weight, phases=True) else "triton"
+    return "gluon" if x.is_cuda and convolution_gluon.prefer(x, weight, side=2) else "triton"
 
 
 def _refuse_gluon(
