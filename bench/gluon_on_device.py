@@ -3,9 +3,9 @@
     python bench/gluon_on_device.py --output bench/results/<machine>/gluon.jsonl
 
 Parts: linear layers; GEGLU in its product; 3x3 convolutions, in every cut that fills the device about once
-or twice; upsamplers. fp16, random data, several sets of inputs and weights in turns, so that they are read from memory;
-calls are captured in one graph and its replays timed, contenders taking turns. Errors are relative, in the
-2-norm, against float64. One JSON line a contender, after one on the machine. With `--device cpu --small`
+or twice; upsamplers. fp16, random data, several sets of inputs and weights in turns, so that they are read
+from memory; calls are captured in one graph and its replays timed, contenders taking turns. Errors are
+relative, in the 2-norm, against float64. One JSON line a contender, after one on the machine. With `--device cpu --small`
 what needs no Hopper runs, on tiny shapes.
 """
 
