@@ -2,10 +2,10 @@
 
     python bench/gluon_on_device.py --output bench/results/<machine>/gluon.jsonl
 
-Parts: linear layers; GEGLU in its product; 3x3 convolutions, in every cut that fills the device about once
-or twice; upsamplers. fp16, random data, several sets of inputs and weights in turns, so that they are read
-from memory; calls are captured in one graph and its replays timed, contenders taking turns. Errors are
-relative, in the 2-norm, against float64. One JSON line a contender, after one on the machine. With `--device cpu --small`
+Parts: GEGLU in its product; 3x3 convolutions, in every cut that fills the device about once or twice;
+upsamplers. fp16, random data, several sets of inputs and weights in turns, so that they are read from memory;
+calls are captured in one graph and its replays timed, contenders taking turns. Errors are relative, in the
+2-norm, against float64. One JSON line a contender, after one on the machine. With `--device cpu --small`
 what needs no Hopper runs, on tiny shapes.
 """
 
@@ -40,13 +40,6 @@ UPSAMPLERS = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 1280, 32
               (2, 1280, 24, 42))  # fmt: skip
 GATED = ((2048, 1280), (8192, 640), (8192, 320), (2048, 640), (1024, 1280), (512, 1280), (2016, 1280))
 """Rows, width."""
-PRODUCTS = ((2048, 1280, 1280, True), (2048, 1280, 1280, False), (2048, 3840, 1280, False),
-            (2048, 1280, 5120, True), (8192, 640, 640, True), (8192, 640, 640, False),
-            (8192, 1920, 640, False), (8192, 640, 2560, True), (8192, 320, 320, True),
-            (8192, 320, 320, False), (8192, 960, 320, False), (8192, 320, 1280, True), (2048, 640, 640, True),
-            (2048, 1920, 640, False), (2048, 640, 2560, True), (512, 1280, 1280, True),
-            (512, 3840, 1280, False), (512, 1280, 5120, True), (2016, 1280, 1280, True))  # fmt: skip
-"""Rows, outputs, width, whether there is a bias."""
 
 
 def sets(run: Run, elements: int) -> int:
@@ -118,26 +111,6 @@ def upsamplers(run: Run) -> None:
         compare(run, "upsampler", f"{batch}x{channels}@{height}x{width}", calls, want)
 
 
-def products(run: Run) -> None:
-    """PyTorch's linear layer, and ours; "not preferred" where PyTorch's runs by default."""
-    for rows, outputs, width, biased in ((16, 160, 64, True),) if run.small else PRODUCTS:
-        if run.late():
-            return
-        count = sets(run, rows * width)
-        xs = [drawn(run, rows, width) for _ in range(count)]
-        weights = [drawn(run, outputs, width, fan=width) for _ in range(count)]
-        bias = drawn(run, outputs) if biased else None
-        calls: dict[str, Calls] = {"linear": over(lambda x, w, c=bias: F.linear(x, w, c), xs, weights)}
-        if _gluon.absent() is None:
-            there = _gluon.processors(xs[0].get_device())
-            preferred = convolution_gluon.prefer_product(rows, width, outputs, there)
-            calls["gluon" if preferred else "gluon, not preferred"] = over(
-                lambda x, w, c=bias: convolution_gluon.run_product(x, w, c), xs, weights
-            )
-        want = F.linear(xs[0].double(), weights[0].double(), None if bias is None else bias.double())
-        compare(run, "linear", f"{rows}x{outputs}x{width}{' bias' * biased}", calls, want)
-
-
 def gated(run: Run) -> None:
     """A product by PyTorch and GEGLU after it, against both in one."""
     for rows, width in ((16, 64),) if run.small else GATED:
@@ -157,7 +130,7 @@ def gated(run: Run) -> None:
         compare(run, "geglu_linear", f"{rows}x{outputs}x{width}", calls, a * F.gelu(b))
 
 
-PARTS = {"linear": products, "geglu_linear": gated, "convolution": convolutions, "upsampler": upsamplers}
+PARTS = {"geglu_linear": gated, "convolution": convolutions, "upsampler": upsamplers}
 
 
 def main() -> None:

@@ -30,12 +30,7 @@ def with_implementation(name: str) -> list[str]:
 TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"))
 """Implementations of other names that launch Triton kernels; they may refuse some small cases."""
 
-GLUON = (
-    ("convolution", "gluon"),
-    ("geglu_linear", "gluon"),
-    ("linear", "gluon"),
-    ("upsample_conv", "gluon"),
-)
+GLUON = (("convolution", "gluon"), ("geglu_linear", "gluon"), ("upsample_conv", "gluon"))
 """Those in Gluon, for Hopper alone: compiled, never interpreted."""
 
 

@@ -29,7 +29,7 @@ def test_matches_the_formula() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "wanted"),
-    [(2048, 5120, True), (8192, 1280, True), (2048, 2560, True), (512, 5120, True), (77, 1280, False)],
+    [(2048, 5120, True), (8192, 1280, True), (2048, 2560, True), (512, 5120, False), (77, 1280, False)],
 )
 def test_turns_that_are_mostly_full_are_preferred(rows: int, outputs: int, wanted: bool) -> None:
     """On an H200's 132 multiprocessors those were the quicker ones (bench/gluon_on_device.py)."""
@@ -47,20 +47,15 @@ def test_a_launch_covers_all_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -
     assert out.shape == (2, 500, 2560) and out.is_contiguous()
     (((programs,), args, given),) = seen
     parts = [arg for arg in args if isinstance(arg, Described)]
-    assert [tuple(part.tensor.shape) for part in parts] == [
-        (1000, 640),
-        *[(5120, 640)] * 2,
-        *[(1000, 2560)] * 2,
-    ]
-    assert [part.block for part in parts] == [(128, 64), (128, 64), (32, 64), (128, 128), (128, 32)]
-    down, tiles, outputs, blocks = args[6:]
-    assert (programs, down, tiles, outputs, blocks) == (128, 8, 128, 2560, 10)
-    columns = given["FIRST"] + given["SECOND"]
-    stage = 2 * given["BLOCK_K"] * (given["ROWS"] + 2 * columns)
-    assert given["STAGES"] * stage + 2 * given["ROWS"] * columns + 1024 <= 227 * 1024
+    assert [tuple(part.tensor.shape) for part in parts] == [(1000, 640), (5120, 640), (1000, 2560)]
+    assert [part.block for part in parts] == [(128, 64), (128, 64), (128, 128)]
+    down, tiles, outputs, blocks = args[4:]
+    assert (programs, down, tiles, outputs, blocks) == (132, 8, 160, 2560, 10)
+    stage = 2 * given["BLOCK_K"] * (given["ROWS"] + 2 * given["COLUMNS"])
+    assert given["STAGES"] * stage + 2 * given["ROWS"] * given["COLUMNS"] + 1024 <= 227 * 1024
 
 
 def test_off_the_gpu_it_is_pytorchs() -> None:
-    args = tuple(arg.half() for arg in inputs((2, 128), 64, 160))
+    args = tuple(arg.half() for arg in inputs((2, 128), 64, 128))
     assert op.route(*args).name == REFERENCE
     assert op.defaults["cuda"](*args) == REFERENCE

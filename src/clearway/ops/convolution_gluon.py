@@ -4,8 +4,7 @@ One warp has the copy engine fetch pixels, shifted by the tap, with zeros beyond
 weights; the others multiply, each in products of a warpgroup. The SD UNets' channels are multiples of 320: a
 tile of all 320 reads every pixel once, where tiles of powers of two leave parts of them empty. Where an image
 is small the sum of a tile is cut into shares that a second launch adds in order. An upsampler's four phases
-are convolutions of 2x2 taps whose tiles are written where they belong in the larger image; a linear layer is
-one of a single tap, its rows an image of one row.
+are convolutions of 2x2 taps whose tiles are written where they belong in the larger image.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -41,10 +40,6 @@ SUMMED = 1024  # elements of a program that adds shares
 _LAUNCH, _SHARE, _TURN = 2.5e5, 8.0, 5e4
 """What takes time besides, in sums of a block: a launch that adds shares, an element of a share, a turn's
 beginning and end."""
-_A_MICROSECOND = 4.67e4
-"""Sums of blocks of a multiprocessor of an H200 in so long: 767 TFLOP/s of all together."""
-_PYTORCH_FLOPS_US, _PYTORCH_US = 6.9e8, 2.5
-"""PyTorch's products on an H200 took FLOPs / the first + the second, in us, or longer."""
 
 
 class Tile(NamedTuple):
@@ -139,13 +134,6 @@ def prefer(x: Tensor, weight: Tensor, side: int = 3) -> bool:
     return planned(x, weight.shape[0], side).use >= (LEAST_USE_OF_FEW if rows <= FEW else LEAST_USE)
 
 
-def prefer_product(rows: int, channels: int, outputs: int, there: int) -> bool:
-    """Whether a linear layer of so many rows is expected to be quicker than PyTorch's."""
-    sums = rows * outputs / there * channels / CHANNELS
-    ours_us = sums / plan(1, channels, outputs, 1, rows, there, side=1).use / _A_MICROSECOND
-    return ours_us < 2 * rows * outputs * channels / _PYTORCH_FLOPS_US + _PYTORCH_US
-
-
 def planned(x: Tensor, outputs: int, side: int) -> Plan:
     """The plan for x (N, C, H, W) on its device."""
     batch, channels, height, width = x.shape
@@ -224,7 +212,6 @@ def _convolve(
     """A tile of HEIGHT x WIDTH pixels; program_id(1) says which share of its sum, for which `out` has images
     of its own. With taps of 2x2 `out` is (images * height, 2, width, 2, outputs)."""
     ROWS: gl.constexpr = HEIGHT * WIDTH
-    BEFORE: gl.constexpr = 0 if SIDE == 1 else 1
     columns = (4 if SIDE == 2 else 1) * outputs // (FIRST + SECOND)
     tile = gl.program_id(0)
     share = gl.program_id(1)
@@ -259,7 +246,7 @@ def _convolve(
             ),
             (
                 _fetch,
-                (x, weight, more, pixels, taps, others, full, empty, n, y0 + a - BEFORE, x0 + b - BEFORE,
+                (x, weight, more, pixels, taps, others, full, empty, n, y0 + a - 1, x0 + b - 1,
                  column, start, blocks, per_tap, SIDE, BLOCK_K, FIRST, STAGES),
             ),
         ],
@@ -291,15 +278,8 @@ def run_phases(x: Tensor, phases: Tensor, bias: Tensor | None) -> Tensor:
     return cut_so(x, phases, bias, planned(x, phases.shape[0] // 4, 2))
 
 
-def run_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias for x (rows, C) and weight (O, C)."""
-    image = x.view(1, 1, *x.shape).permute(0, 3, 1, 2)
-    out = cut_so(image, weight.view(*weight.shape, 1, 1), bias, planned(image, len(weight), 1))
-    return out.permute(0, 2, 3, 1).view(len(x), len(weight))
-
-
 def cut_so(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Plan) -> Tensor:
-    """The same, cut in a certain way; weight (O, C, 3, 3), (O, C, 1, 1), or four phases, (4 O, C, 2, 2)."""
+    """The same, cut in a certain way; weight (O, C, 3, 3), or four phases, (4 O, C, 2, 2)."""
     (batch, channels, height, width), side = x.shape, weight.shape[-1]
     up = 2 if side == 2 else 1
     outputs = weight.shape[0] // up**2

@@ -26,10 +26,9 @@ from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype
 from clearway.ops.contract import REFERENCE, Case, Given, op
 
 DTYPES = (torch.float16, torch.bfloat16)
-ROWS, FIRST, SECOND, BLOCK_K, STAGES, WARPS = 128, 128, 32, 64, 3, 8
-COLUMNS = FIRST + SECOND
-"""Of each half in a tile: the SD UNets' feed-forwards are multiples of 160, and tiles of 160 fill a Hopper's
-132 multiprocessors in whole turns at their sizes."""
+ROWS, COLUMNS, BLOCK_K, STAGES, WARPS = 128, 128, 64, 4, 8
+"""Columns are of each half. Tiles of 160 would fill a Hopper's 132 multiprocessors in whole turns, but leave
+room for three stages: on an H200 they were slower at SDXL's sizes."""
 LEAST_USE = 0.75
 """Part of the multiprocessors' turns that tiles must fill: below it PyTorch's product, which cuts finer, and
 a pass after it are expected to be quicker."""
@@ -51,8 +50,8 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "no bias", inputs((4, 3), 16, 24, bias=False)
     _, *rest = inputs((6,), 24, 8)
     yield "every second row", (normal(12, 24)[::2], *rest)
-    yield "one tile", inputs((100,), 64, 160)
-    yield "several tiles", inputs((3, 60), 64, 480)
+    yield "one tile", inputs((100,), 64, 128)
+    yield "several tiles", inputs((3, 60), 128, 256)
     yield "SD1.5 64x64", lambda: inputs((2, 4096), 320, 1280)
     yield "SD1.5 32x32", lambda: inputs((2, 1024), 640, 2560)
     yield "SDXL 64x64", lambda: inputs((2, 4096), 640, 2560)
@@ -61,11 +60,11 @@ def cases() -> Iterator[tuple[str, Given]]:
 
 def refusals() -> Iterator[tuple[str, str, Case]]:
     """What the kernel does not take."""
-    x, weight, bias = (arg.half() for arg in inputs((2, 128), 64, 160))
+    x, weight, bias = (arg.half() for arg in inputs((2, 128), 64, 128))
     yield "gluon", "float32", (x.float(), weight.float(), bias.float())
     yield "gluon", "agree", (x, weight.bfloat16(), bias)
     yield "gluon", "(2 * N, K)", (x, weight[:, :40], bias)
-    yield "gluon", "multiples of", (x, weight[:256], bias[:256])
+    yield "gluon", "multiples of", (x, weight[:192], bias[:192])
     yield "gluon", "contiguous", (x.transpose(0, 1), weight, bias)
     yield "gluon", "without a bias", (x, weight, None)
 
@@ -91,11 +90,8 @@ def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _prefer_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     if not x.is_cuda or _refuse(x, weight, bias) is not None:
         return REFERENCE
-    return (
-        "gluon"
-        if use(x.numel() // x.shape[-1], weight.shape[0] // 2, processors(x.get_device())) >= LEAST_USE
-        else REFERENCE
-    )
+    part = use(x.numel() // x.shape[-1], weight.shape[0] // 2, processors(x.get_device()))
+    return "gluon" if part >= LEAST_USE else REFERENCE
 
 
 def use(rows: int, outputs: int, there: int) -> float:
@@ -127,98 +123,73 @@ def _refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 
 @counting()
 def _fetch(
-    x, weight, more, rows, values, gates, values2, gates2, full, empty, down, tiles, outputs, blocks,
-    ROWS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    x, weight, rows, both, full, empty, down, tiles, outputs, blocks,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: blocks of x and of both halves of the weight into the stages that are empty."""
-    BYTES: gl.constexpr = x.block_type.nbytes + 2 * weight.block_type.nbytes + 2 * more.block_type.nbytes
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         m = tile % down * ROWS
-        n = tile // down * (FIRST + SECOND)
+        n = tile // down * COLUMNS
         for k in range(blocks):
             s = turn % STAGES
             hopper.mbarrier.wait(empty.index(s), ((turn // STAGES) & 1) ^ 1)
-            ready = full.index(s)
-            hopper.mbarrier.expect(ready, BYTES)
+            hopper.mbarrier.expect(full.index(s), x.block_type.nbytes + 2 * weight.block_type.nbytes)
             at = k * BLOCK_K
-            hopper.tma.async_copy_global_to_shared(x, [m, at], ready, rows.index(s))
-            hopper.tma.async_copy_global_to_shared(weight, [n, at], ready, values.index(s))
-            hopper.tma.async_copy_global_to_shared(weight, [n + outputs, at], ready, gates.index(s))
-            hopper.tma.async_copy_global_to_shared(more, [n + FIRST, at], ready, values2.index(s))
-            hopper.tma.async_copy_global_to_shared(more, [n + outputs + FIRST, at], ready, gates2.index(s))
+            hopper.tma.async_copy_global_to_shared(x, [m, at], full.index(s), rows.index(s))
+            values = both.index(s).slice(0, COLUMNS, 0)
+            gates = both.index(s).slice(COLUMNS, COLUMNS, 0)
+            hopper.tma.async_copy_global_to_shared(weight, [n, at], full.index(s), values)
+            hopper.tma.async_copy_global_to_shared(weight, [n + outputs, at], full.index(s), gates)
             turn += 1
 
 
 @counting()
-def _gate(a, b, bias, c, outputs):
-    """a * gelu(b) of sums and their biases from column c on: the polynomial is geglu's."""
-    a += gl.load(bias + c).to(gl.float32)[None, :]
-    b += gl.load(bias + outputs + c).to(gl.float32)[None, :]
-    t = 1.0 / (1.0 + 0.2316418882 * gl.abs(b))
-    y = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
-    y = t * (0.127414796 + t * (-0.142248368 + t * y)) * gl.exp2(-0.7213475204444817 * b * b)
-    return a * (b * gl.where(b < 0, y, 1.0 - y))
-
-
-@counting()
-def _multiply(
-    out, rest, bias, rows, values, gates, values2, gates2, made, made2, full, empty, down, tiles, outputs,
-    blocks, ROWS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+def _gate(
+    out, bias, rows, both, made, full, empty, down, tiles, outputs, blocks,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Both sums of a tile, then a * gelu(b), tile after tile."""
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16])
+    """Both sums of a tile, then a * gelu(b): the polynomial is geglu's."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * COLUMNS, 16])
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         m = tile % down * ROWS
-        n = tile // down * (FIRST + SECOND)
-        a = gl.zeros([ROWS, FIRST], gl.float32, wide)
-        b = gl.zeros([ROWS, FIRST], gl.float32, wide)
-        a2 = gl.zeros([ROWS, SECOND], gl.float32, narrow)
-        b2 = gl.zeros([ROWS, SECOND], gl.float32, narrow)
+        n = tile // down * COLUMNS
+        total = gl.zeros([ROWS, 2 * COLUMNS], gl.float32, layout)
         for k in range(blocks):
             s = turn % STAGES
             hopper.mbarrier.wait(full.index(s), (turn // STAGES) & 1)
-            x = rows.index(s)
-            a = hopper.warpgroup_mma(x, values.index(s).permute([1, 0]), a, is_async=True)
-            b = hopper.warpgroup_mma(x, gates.index(s).permute([1, 0]), b, is_async=True)
-            a2 = hopper.warpgroup_mma(x, values2.index(s).permute([1, 0]), a2, is_async=True)
-            b2 = hopper.warpgroup_mma(x, gates2.index(s).permute([1, 0]), b2, is_async=True)
-            a, b, a2, b2 = hopper.warpgroup_mma_wait(4, [a, b, a2, b2])
+            total = hopper.warpgroup_mma(rows.index(s), both.index(s).permute([1, 0]), total, is_async=True)
+            total = hopper.warpgroup_mma_wait(1, [total])
             hopper.mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k > 0)
             turn += 1
-        a, b, a2, b2 = hopper.warpgroup_mma_wait(0, [a, b, a2, b2])
+        total = hopper.warpgroup_mma_wait(0, [total])
         hopper.mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
-        c = n + gl.arange(0, FIRST, gl.SliceLayout(0, wide))
-        c2 = n + FIRST + gl.arange(0, SECOND, gl.SliceLayout(0, narrow))
-        y = _gate(a, b, bias, c, outputs)  # type: ignore[operator]
-        y2 = _gate(a2, b2, bias, c2, outputs)  # type: ignore[operator]
+        a, b = total.reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]).split()
+        c = n + gl.arange(0, COLUMNS, gl.SliceLayout(0, a.type.layout))
+        a += gl.load(bias + c).to(gl.float32)[None, :]
+        b += gl.load(bias + outputs + c).to(gl.float32)[None, :]
+        t = 1.0 / (1.0 + 0.2316418882 * gl.abs(b))
+        y = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+        y = t * (0.127414796 + t * (-0.142248368 + t * y)) * gl.exp2(-0.7213475204444817 * b * b)
+        y = gl.where(b < 0, y, 1.0 - y)
         hopper.tma.store_wait(0)
-        made.store(y.to(out.dtype))
-        made2.store(y2.to(out.dtype))
+        made.store((a * (b * y)).to(out.dtype))
         hopper.fence_async_shared()
         hopper.tma.async_copy_shared_to_global(out, [m, n], made)
-        hopper.tma.async_copy_shared_to_global(rest, [m, n + FIRST], made2)
     hopper.tma.store_wait(0)
 
 
 @counting("down", "tiles")
 def _product(
-    x, weight, more, out, rest, bias, down, tiles, outputs, blocks,
-    ROWS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, num_warps: gl.constexpr,
+    x, weight, out, bias, down, tiles, outputs, blocks,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has multiprocessors, each a tile after the other."""
     rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
-    values = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)
-    gates = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)
-    values2 = gl.allocate_shared_memory(more.dtype, [STAGES] + more.block_type.shape, more.layout)
-    gates2 = gl.allocate_shared_memory(more.dtype, [STAGES] + more.block_type.shape, more.layout)
+    both = gl.allocate_shared_memory(weight.dtype, [STAGES, 2 * COLUMNS, BLOCK_K], weight.layout)
     made = gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
-    made2 = gl.allocate_shared_memory(rest.dtype, rest.block_type.shape, rest.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -227,14 +198,14 @@ def _product(
     gl.warp_specialize(
         [
             (
-                _multiply,
-                (out, rest, bias, rows, values, gates, values2, gates2, made, made2, full, empty, down, tiles,
-                 outputs, blocks, ROWS, FIRST, SECOND, STAGES, num_warps),
+                _gate,
+                (out, bias, rows, both, made, full, empty, down, tiles, outputs, blocks,
+                 ROWS, COLUMNS, STAGES, num_warps),
             ),
             (
                 _fetch,
-                (x, weight, more, rows, values, gates, values2, gates2, full, empty, down, tiles, outputs,
-                 blocks, ROWS, FIRST, SECOND, BLOCK_K, STAGES),
+                (x, weight, rows, both, full, empty, down, tiles, outputs, blocks,
+                 ROWS, COLUMNS, BLOCK_K, STAGES),
             ),
         ],
         [1],
@@ -254,12 +225,11 @@ def _gluon_run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _product.launch(
         (min(there, tiles),),
         Described(x.view(rows, -1), (ROWS, BLOCK_K)),
-        *(Described(weight, (columns, BLOCK_K)) for columns in (FIRST, SECOND)),
-        *(Described(out.view(rows, outputs), (ROWS, columns)) for columns in (FIRST, SECOND)),
+        Described(weight, (COLUMNS, BLOCK_K)),
+        Described(out.view(rows, outputs), (ROWS, COLUMNS)),
         *(bias, down, tiles, outputs, weight.shape[1] // BLOCK_K),
         ROWS=ROWS,
-        FIRST=FIRST,
-        SECOND=SECOND,
+        COLUMNS=COLUMNS,
         BLOCK_K=BLOCK_K,
         STAGES=STAGES,
         num_warps=WARPS,

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _cublaslt, _gluon, _linear_choices, attention_torch, convolution_gluon
+from clearway.ops import _cublaslt, _linear_choices, attention_torch
 from clearway.ops._cases import normal
 from clearway.ops._cublaslt import ALIGNED, Failed, Shape
-from clearway.ops._gluon import processors
 from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype
 from clearway.ops.contract import REFERENCE, Case, Given, op
-from clearway.ops.convolution_gluon import CHANNELS, OUTPUTS
 from clearway.ops.state import BuildError
 
 DTYPES = tuple(_cublaslt.DTYPES)
@@ -45,7 +43,6 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "ragged rows", inputs(40, 24, 37)
     yield "ragged rows of images", inputs(64, 192, 2, 45, bias=False)
     yield "several tiles", inputs(96, 264, 2, 70)
-    yield "tiles of 160", inputs(128, 320, 2, 90)
     yield "one row", inputs(72, 40, 1, 1)
     yield "a long sum", inputs(1280, 16, 20)
     x, weight, bias = inputs(64, 16, 4)
@@ -76,10 +73,6 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "cublaslt", "contiguous", (x[::2], weight, bias)
     yield "cublaslt", "contiguous", (x[:, :8], weight[:, :8], bias)
     yield "cublaslt", "begin at", (x, weight, bias.new_zeros(25)[1:])
-    x, weight, bias = (arg.half() for arg in inputs(64, 160, 4))
-    yield "gluon", "float32", inputs(64, 160, 4)
-    yield "gluon", "multiples of 64", (x, weight[:96], bias[:96])
-    yield "gluon", "contiguous", (x[::2], weight, bias)
 
 
 @op(
@@ -102,34 +95,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @linear.default("cuda")
 def _prefer_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    if not x.is_cuda or attention_torch.capability(x) != CUDA_CAPABILITY:
-        return REFERENCE
-    if _refuse_gluon(x, weight, bias) is None:
-        rows, there = x.numel() // x.shape[-1], processors(x.get_device())
-        if convolution_gluon.prefer_product(rows, weight.shape[1], weight.shape[0], there):
-            return "gluon"
-    return "cublaslt"
-
-
-def _refuse_gluon(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    reason = _refuse(x, weight, bias)
-    if reason is None and attention_torch.capability(x) not in (None, CUDA_CAPABILITY):
-        return "it is for Hopper, compute capability 9.0"
-    if reason is None and (weight.shape[0] % OUTPUTS or weight.shape[1] % CHANNELS):
-        return f"it is {weight.shape[1]} to {weight.shape[0]}; it takes multiples of {CHANNELS} to {OUTPUTS}"
-    return reason
-
-
-@linear.implementation(
-    "gluon",
-    device="cuda",
-    absent=_gluon.absent,
-    refuse=_refuse_gluon,
-    sources=("_described.py", "_gluon.py", "_triton.py", "convolution_gluon.py"),
-)
-def _gluon_run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = convolution_gluon.run_product(x.view(-1, x.shape[-1]), weight, bias)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return "cublaslt" if attention_torch.capability(x) == CUDA_CAPABILITY else REFERENCE
 
 
 def _refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
