@@ -4,8 +4,8 @@ Rows are filtered by Sub or Up, whichever leaves the smaller sum, and deflated b
 (zlib's Z_RLE): after such filters a search for longer matches finds next to nothing in a photograph. Bands of
 rows are deflated side by side, since zlib lets other threads run, while this one filters the next band; where
 a band ends depends on the picture's width only, so the bytes are the same on every machine. The threads stay:
-new ones cost as much as their work, since each begins with memory that was never touched. What it takes, and
-what it makes larger: bench/results/intel-xeon-2-cores/png.jsonl, written by bench/png.py.
+new ones for each picture would begin with memory that was never touched. What it takes, and what it makes
+larger: bench/results/amd-epyc-2-cores/png.jsonl, written by bench/png.py.
 Source: PNG 3rd edition (W3C 2025), RFC 1950 and 1951.
 """
 
