@@ -25,6 +25,7 @@ from clearway.ops import contract
 from clearway.pipeline import generate
 from clearway.types import Choices
 from fake_capture import Recorder
+from marks import bits, marks
 
 FAMILIES = ("sd1", "sd2", "sdxl")
 
@@ -52,18 +53,13 @@ def inputs(unet: Any, batch: int, height: int, width: int, seed: int = 0) -> dic
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Within what float32 leaves between two orders of the same sums, over a whole network."""
+    """Within what float32 leaves between two orders of the same sums, over a whole network.
+
+    Also for one module before and after its weights have moved: a product of one row is summed in an order
+    that depends on where the weight lies (MKL on an AMD EPYC), so no more than this is promised. What must
+    be exact are the weights, by `bits`, and what `marks` tells.
+    """
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
-
-
-def marks(module: nn.Module) -> list[Any]:
-    """Everything that `restore` must bring back: attributes by identity, and each tensor's strides."""
-    found: list[Any] = []
-    for name, child in module.named_modules():
-        held = {key: id(value) for key, value in vars(child).items() if not key.startswith("_")}
-        found.append((name, type(child), sorted(vars(child)), held, child.forward == child.forward))
-        found += [(key, id(w), w.stride()) for key, w in child.named_parameters(recurse=False)]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +74,8 @@ def test_a_unet_gives_the_same(unets: dict[str, Any], family: str, size: tuple[i
     given = inputs(unet, *size)
     with torch.no_grad():
         expected = unet(**given)[0]
-        before, report, routes = marks(unet), accelerate(unet, packed_qkv=True), dict[str, int]()
+        values, before, routes = bits(unet), marks(unet), dict[str, int]()
+        report = accelerate(unet, packed_qkv=True)
         assert "left alone" not in str(report)
         with contract.recording(routes):
             close(unet(**given)[0], expected)
@@ -89,8 +86,9 @@ def test_a_unet_gives_the_same(unets: dict[str, Any], family: str, size: tuple[i
         other = inputs(unet, *size, seed=1)
         close(unet(**other)[0], copy_of(unet)(**other)[0])
         restore(unet)
-        assert torch.equal(unet(**given)[0], expected)
+        close(unet(**given)[0], expected)
     assert marks(unet) == before
+    assert bits(unet) == values
 
 
 def copy_of(unet: Any) -> Any:
@@ -108,14 +106,15 @@ def test_a_vae_gives_the_same(folders: dict[str, Path], size: tuple[int, int, in
     pixels = torch.randn(batch, 3, 8 * height, 8 * width, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = vae.decode(latents, return_dict=False)[0], vae.encode(pixels).latent_dist.mean
-        before = marks(vae)
+        values, before = bits(vae), marks(vae)
         report = accelerate(vae)
         assert not report.left and len(report.placed["attention"]) == 2
         close(vae.decode(latents, return_dict=False)[0], expected[0])
         close(vae.encode(pixels).latent_dist.mean, expected[1])
         restore(vae)
-        assert torch.equal(vae.decode(latents, return_dict=False)[0], expected[0])
+        close(vae.decode(latents, return_dict=False)[0], expected[0])
     assert marks(vae) == before
+    assert bits(vae) == values
 
 
 WITH = {
@@ -159,7 +158,7 @@ def test_a_copy_works_and_is_restored_by_itself(unets: dict[str, Any], copied: C
     unet = unets["sd2"]
     given = inputs(unet, 2, 8, 8)
     with torch.no_grad():
-        expected = unet(**given)[0]
+        values, expected = bits(unet), unet(**given)[0]
         accelerate(unet, packed_qkv=True)
         unet(**given)
         twin = copied(unet)
@@ -169,7 +168,8 @@ def test_a_copy_works_and_is_restored_by_itself(unets: dict[str, Any], copied: C
         next(unet.parameters()).add_(1)  # the copy reads nothing of the original
         close(twin(**given)[0], expected)
         restore(twin)
-        assert torch.equal(twin(**given)[0], expected)
+        close(twin(**given)[0], expected)
+        assert bits(twin) == values
         next(unet.parameters()).sub_(1)
         restore(unet)
 
@@ -306,7 +306,7 @@ def test_what_wraps_a_forward_afterwards_keeps_working(unets: dict[str, Any]) ->
         resnet._old_forward = inner = resnet.forward
         resnet.forward = lambda *args, **kwargs: calls.append(1) or inner(*args, **kwargs)
         report = restore(unet)
-        assert torch.equal(unet(**given)[0], expected)
+        close(unet(**given)[0], expected)
     assert calls == [1]
     assert "wrapped since" in str(report)
 
@@ -325,7 +325,7 @@ def test_a_wrapper_that_keeps_its_inner_elsewhere_is_found(unets: dict[str, Any]
         resnet._diffusers_hook = SimpleNamespace(_fn_refs=[held])
         resnet.forward = lambda *args, **kwargs: held.original_forward(*args, **kwargs)
         report = restore(unet)
-        assert torch.equal(unet(**given)[0], expected)
+        close(unet(**given)[0], expected)
     (names,) = report.left.values()
     assert len(names) == 2
 
@@ -436,7 +436,7 @@ def test_choices_on_a_model_draw_the_same_picture(folders: dict[str, Path], fami
     assert abs(drawn.images.astype(int) - plain.images.astype(int)).max() <= 1
     assert drawn.routes["geglu/reference"] > 0 and drawn.routes["group_norm_silu/reference"] > 0
     back = apply(applied, Choices())
-    assert (generate(request, back).images == plain.images).all()
+    assert abs(generate(request, back).images.astype(int) - plain.images.astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -467,13 +467,14 @@ def test_weights_read_under_inference_mode(folders: dict[str, Path], mode: Any) 
     with torch.inference_mode():
         unet = part(folders["sd1"], "unet")
         given = inputs(unet, 2, 8, 8)
-        expected = unet(**given)[0]
+        values, expected = bits(unet), unet(**given)[0]
     with mode():
         for _ in range(2):
             accelerate(unet, packed_qkv=True)
             close(unet(**given)[0], expected)
             restore(unet)
-            assert torch.equal(unet(**given)[0], expected)
+            close(unet(**given)[0], expected)
+            assert bits(unet) == values
 
 
 def test_a_compiler_sees_all_of_it_as_one_graph(unets: dict[str, Any]) -> None:

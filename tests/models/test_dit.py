@@ -14,6 +14,7 @@ from clearway.models._bound import Bound
 from clearway.models.accelerate import EVERY, OPS, accelerate, restore
 from clearway.ops import contract
 from dit_builders import inputs, seeded, tiny_flux, tiny_sd3, tiny_sd35
+from marks import bits, marks
 
 MAKERS = {"flux": tiny_flux, "sd3": tiny_sd3, "sd35": tiny_sd35}
 ROUTES = {
@@ -34,16 +35,6 @@ def close(actual: Tensor, expected: Tensor) -> None:
     wide = expected.dtype in (torch.float32, torch.float64)
     within = {"rtol": 1e-4, "atol": 2e-5} if wide else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(actual, expected, **within)
-
-
-def marks(module: nn.Module) -> list[Any]:
-    """Everything that `restore` must bring back, by identity."""
-    found: list[Any] = []
-    for name, child in module.named_modules():
-        held = {key: id(value) for key, value in vars(child).items() if not key.startswith("_")}
-        found.append((name, type(child), sorted(vars(child)), held))
-        found += [(key, id(w), w.stride()) for key, w in child.named_parameters(recurse=False)]
-    return found
 
 
 def run(model: Any, given: dict[str, Any]) -> Tensor:
@@ -71,7 +62,7 @@ def test_gives_the_same(
 ) -> None:
     model = copy.deepcopy(models[name]).to(dtype)
     given = inputs(model, *size)
-    expected, before = run(model, given), marks(model)
+    expected, before, values = run(model, given), marks(model), bits(model)
     report = accelerate(model)
     assert not report.left and set(report.placed) == ROUTES[name]
     found, routes = counted(model, given)
@@ -80,6 +71,7 @@ def test_gives_the_same(
     restore(model)
     assert torch.equal(run(model, given), expected)
     assert marks(model) == before
+    assert bits(model) == values
 
 
 def test_every_norm_with_modulation_is_one_op(models: dict[str, Any]) -> None:
