@@ -116,9 +116,9 @@ def prepared(run: Run, unet: nn.Module, given: Given) -> tuple[Tensor, Call]:
     want = call()
     if run.kind != "cuda":
         return want, call
-    if not made.pool.graphs:
+    if not made.pool.held:
         raise RuntimeError(f"the UNet was not captured: {made.sentences('it')}")
-    return want, list(made.pool.graphs.values())[-1].replay
+    return want, next(reversed(made.pool.held.values())).replay
 
 
 def forked(unet: nn.Module, halves: Sequence[Given]) -> tuple[Call, list[Tensor]]:

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from clearway.execution.executor import pools
+from fake_capture import Recorder
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -76,3 +79,36 @@ def test_branches_are_the_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     _, outputs = candidates.forked(unet, halves)
     assert [float(output) for output in outputs] == [10.0, 20.0]
     assert seen[-2:] == [("graph", 1.0), ("side 1", 2.0)] and len(seen) == 6
+
+
+class Network(torch.nn.Module):
+    """Called as a UNet is."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, *, scale: torch.Tensor, return_dict: bool) -> Any:
+        assert not return_dict
+        return (x * scale + t,)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("operation not permitted when stream is capturing")])
+def test_on_cuda_a_call_is_the_replay_of_its_graph(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import candidates_on_device as candidates
+
+    backend = Recorder(error)
+    monkeypatch.setattr(sys.modules["clearway.execution.executor"], "TorchCapture", lambda: backend)
+    run, network = SimpleNamespace(kind="cuda"), Network()
+    given = (torch.ones(2, 3), torch.ones(2, 1)), {"scale": torch.full((2, 3), 4.0)}
+    with torch.no_grad():
+        if error is not None:
+            with pytest.raises(RuntimeError, match=r"was not captured: .*cannot be captured"):
+                candidates.prepared(run, network, given)
+            return
+        want, call = candidates.prepared(run, network, given)
+    assert torch.equal(want, torch.full((2, 3), 5.0))
+    (pool,) = pools(network)
+    (graph,) = pool.held.values()
+    graph.inputs[0].zero_()
+    call()
+    assert torch.equal(graph.output[0], torch.ones(2, 3)) and backend.captures == 1
