@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from clearway.errors import RequestError
 from clearway.sampling.registry import Sampler, find_sampler
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PHILOX = "philox"
+_streams: dict[torch.device, Any] = {}
+"""By CUDA device the stream on which Brownian paths are drawn, for all threads: streams are few."""
 
 
 class ImageNoise:
@@ -87,10 +90,13 @@ def brownian_noise(
     One Brownian path an image over [smallest sigma above 0, largest], seeded with the image's seed; the noise
     is the path's increment divided by sqrt(|sigma_next - sigma|), so overlapping steps get matching noise.
     Sigmas outside the range count as its ends. Below a resolution of 1e-6 the increment is 0. Drawn in
-    float32 on `device` (None: x's; "philox" as in ImageNoise). Raises RequestError where seeds do not
-    match the rows of x.
+    float32 on `device` (None: x's; "philox" as in ImageNoise). On CUDA it is drawn beside what the device was
+    asked for before, a call of the network: it is a hundred small kernels, and reads nothing of x. Raises
+    RequestError where seeds do not match the rows of x.
     Source: k-diffusion's BatchedBrownianTree and BrownianTreeNoiseSampler, over torchsde's BrownianTree.
     """
+    import torch
+
     from clearway.sampling.brownian import BrownianTree
 
     if len(_checked_seeds(seeds)) != len(x):
@@ -99,25 +105,52 @@ def brownian_noise(
     if not levels:
         raise RequestError("Brownian noise needs a sigma above 0, found none")
     emulated = device == PHILOX
-    where = "cpu" if emulated else x.device if device is None else device
-    tree = BrownianTree(
-        min(levels),
-        max(levels),
-        seeds,
-        x.shape[1:],
-        device=where,
-        fill=_filled_by_philox if emulated else None,
-    )
+    where = torch.device("cpu" if emulated else x.device if device is None else device)
+    with _aside(where):  # its memory is that stream's
+        tree = BrownianTree(
+            min(levels),
+            max(levels),
+            seeds,
+            x.shape[1:],
+            device=where,
+            fill=_filled_by_philox if emulated else None,
+        )
     target, dtype = x.device, x.dtype  # not x itself, which would keep the first latents alive
     in_flight: list[Tensor] = []
 
     def noise(sigma: float, sigma_next: float) -> Tensor:
         before, after = sorted((sigma, sigma_next))
         length = math.sqrt(after - before) or 1.0  # without length the increment is 0
-        increments = tree.increment(before, after)
-        return _moved(increments / (length if sigma_next > sigma else -length), target, dtype, in_flight)
+        with _aside(where) as handed:
+            increments = tree.increment(before, after)
+            drawn = increments / (length if sigma_next > sigma else -length)
+            return handed(_moved(drawn, target, dtype, in_flight))
 
     return noise
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within it CUDA work is done on a stream of its own, which waits for nothing; what the function that it
+    gives is called with is the current stream's from then on. Elsewhere nothing happens."""
+    import torch
+
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        yield lambda made: made
+        return
+    current = torch.cuda.current_stream(device)
+    if device not in _streams:
+        # of high priority: its small kernels go first, and no capture takes a stream of that kind
+        _streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream = _streams[device]
+
+    def handed(made: Tensor) -> Tensor:
+        current.wait_stream(stream)
+        made.record_stream(current)  # its memory is not given away before that is done with it
+        return made
+
+    with torch.cuda.stream(stream):
+        yield handed
 
 
 def noise_for(sampler: str | Sampler, images: ImageNoise, x: Tensor, sigmas: Tensor) -> Noise:
