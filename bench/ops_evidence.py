@@ -2,8 +2,9 @@
 
     python bench/ops_evidence.py [--output bench/results/cpu/ops_evidence.jsonl]
 
-Interpreted and compiled need Triton, emulated a C++ compiler. Each line is {"op", "implementation", "how",
-"on", "verified", "checks", ...}; `scripts/docs` puts them into docs/ops.md. None of this runs on a device.
+Interpreted and compiled need Triton, .metal sources a C++ compiler. Each line is {"op", "implementation",
+"how", "on", "verified", "checks", ...}; `scripts/docs` puts them into docs/ops.md. None of this runs on a
+device.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+IN_PYTORCH = (
+    ("convolution", "gluon", "test_convolution_gluon.py"),
+    ("upsample_conv", "gluon", "test_convolution_gluon.py"),
+    ("linear", "cublaslt", "test_cublaslt.py"),
+)
+"""What is emulated in PyTorch, by a file of tests/ops."""
 
 
 def triton(job: str, which: str) -> list[dict[str, Any]]:
@@ -38,34 +45,47 @@ def triton(job: str, which: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def by_op(lines: list[dict[str, Any]], how: str, on: str) -> Iterator[dict[str, Any]]:
-    """One line an op: verified where no check found a problem."""
-    counted: dict[str, list[str]] = collections.defaultdict(list)
+def by_implementation(lines: list[dict[str, Any]], how: str) -> Iterator[dict[str, Any]]:
+    """One line an implementation: verified where no check found a problem."""
+    counted: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for line in lines:
-        counted[line["op"]].append(line["problem"])
-    for op, problems in sorted(counted.items()):
+        counted[line["op"], line.get("implementation", "triton")].append(line)
+    for (op, implementation), checks in sorted(counted.items()):
+        targets = sorted({line["sm"] for line in checks if "sm" in line})
         yield {
             "op": op,
-            "implementation": "triton",
+            "implementation": implementation,
             "how": how,
-            "on": on,
-            "verified": not any(problems),
-            "checks": len(problems),
+            "on": ", ".join(f"sm_{number}" for number in targets) or "CPU",
+            "verified": not any(line["problem"] for line in checks),
+            "checks": len(checks),
         }
 
 
 def emulated() -> Iterator[dict[str, Any]]:
-    """One line a .metal source whose tests pass."""
-    for source in sorted((ROOT / "src" / "clearway" / "ops").glob("*.metal")):
-        tests = ROOT / "tests" / "metal" / f"test_{source.stem}.py"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    """One line a .metal source, or what is emulated in PyTorch, whose tests pass."""
+    sources = sorted((ROOT / "src" / "clearway" / "ops").glob("*.metal"))
+    metal = [(source.stem, "metal", f"metal/test_{source.stem}.py") for source in sources]
+    for op, implementation, name in (*metal, *((*one, f"ops/{name}") for *one, name in IN_PYTORCH)):
+        tests = ROOT / "tests" / name
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not cuda",
+            str(tests),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
         words = last.replace("=", " ").split()
         passed = int(words[words.index("passed") - 1]) if "passed" in words else 0
         yield {
-            "op": source.stem,
-            "implementation": "metal",
+            "op": op,
+            "implementation": implementation,
             "how": "emulated",
             "on": "CPU",
             "verified": done.returncode == 0 and passed > 0 and "skipped" not in words,
@@ -80,11 +100,10 @@ def main() -> int:
         "--output", type=Path, default=ROOT / "bench" / "results" / "cpu" / "ops_evidence.jsonl"
     )
     args = parser.parse_args()
-    compiled = triton("compiled", "sample")
-    targets = ", ".join(f"sm_{number}" for number in sorted({line["sm"] for line in compiled}))
+    interpreted = [*triton("interpreted", "cases"), *triton("interpreted", "others")]
     lines = [
-        *by_op(triton("interpreted", "cases"), "interpreted", "CPU"),
-        *by_op(compiled, "compiled", targets),
+        *by_implementation(interpreted, "interpreted"),
+        *by_implementation(triton("compiled", "sample"), "compiled"),
         *emulated(),
     ]
     commit = subprocess.run(

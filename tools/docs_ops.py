@@ -9,6 +9,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 HOW = ("interpreted", "compiled", "emulated", "run")
+GLUON = {"convolution": "convolution", "geglu_linear": "geglu_linear", "upsampler": "upsample_conv"}
+"""Ops by their part of a file of bench/gluon_on_device.py, in which each is compared with float64."""
+BESIDE, AS_EXACT = ("conv2d", "linear, then geglu", "triton"), 1.1
+"""What runs without them, and how much larger than its error theirs may be."""
 
 INTRODUCTION = """# Ops
 
@@ -31,8 +35,9 @@ named, or raises.
 EVIDENCE = """## What has been run where
 
 *Interpreted*: the Triton source executed by Triton's interpreter on a CPU. *Compiled*: to machine code for
-the architectures named, without running it. *Emulated*: the `.metal` source executed as C++ on a CPU.
-*Run*: on the device named. An empty cell means that no result file says so.
+the architectures named, without running it. *Emulated*: the `.metal` source executed as C++ on a CPU; what a
+launch in Gluon, which nothing interprets, is given, done block by block in PyTorch; cuBLASLt's calls answered
+by a stand-in. *Run*: on the device named. An empty cell means that no result file says so.
 """
 
 BUDGET = """## Memory
@@ -128,6 +133,8 @@ def evidence() -> dict[tuple[str, str, str], set[str]]:
         header = lines[0] if lines and "identity" in lines[0] else {}
         name = f"{str(header.get('device', '')).partition(',')[0]}, {header.get('date', 'undated')}"
         elsewhere = str(header.get("identity", "cpu")).startswith("cpu")
+        for op, on in in_gluon(lines):
+            note({"op": op, "implementation": "gluon"}, "run", on)
         for line in [*lines, *header.get("results", [])]:
             if "op" not in line or "implementation" not in line:
                 continue
@@ -137,6 +144,26 @@ def evidence() -> dict[tuple[str, str, str], set[str]]:
                 wrong = line.get("problem") or line.get("reason")
                 note(line, "run", f"{name}: {wrong}" if wrong else name)
     return found
+
+
+def in_gluon(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(op, device and date) of the kernels of a file of bench/gluon_on_device.py that are as exact as what
+    runs without them, in every case."""
+    if not lines or lines[0].get("bench") != "gluon":
+        return []
+    about = lines[0]["provenance"]
+    on = f"{about['device'].partition(',')[0]}, {about['date'].partition('T')[0]}"
+    errors = {
+        (line["part"], line["case"], line["candidate"]): line["error"] for line in lines if "error" in line
+    }
+    wrong = {
+        part
+        for part, case, name in errors
+        if name == "gluon"
+        and errors[part, case, name] > AS_EXACT * max(errors.get((part, case, one), 0.0) for one in BESIDE)
+    }
+    found = {part for part, _, name in errors if name == "gluon"}
+    return [(GLUON[part], on) for part in sorted(found - wrong)]
 
 
 def objects(file: Path) -> list[dict[str, Any]]:

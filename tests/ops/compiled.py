@@ -3,7 +3,7 @@
 Each implementation runs on its cases as tensors without storage, with launches recorded instead of run; so
 what is compiled, with Triton's own specialisation, is what those cases would launch. "sample" takes each
 kernel once in float16, at a real shape, "all" every distinct launch: float16 for all targets, other dtypes
-for sm_90. One JSON line a kernel and target.
+for sm_90; what is in Gluon for sm_90 alone. One JSON line a kernel and target.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ops.registry import GLUON, TRITON_TOO, named, refused, with_implementation
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory a block may have, by compute capability (CUDA C++ Programming Guide)."""
 
-Launch = tuple[str, str, torch.dtype, Any, tuple[Any, ...], dict[str, Any]]
+Launch = tuple[str, str, str, torch.dtype, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def launches(every: bool) -> list[Launch]:
-    """(op, case, dtype, kernel, arguments, constants) of distinct launches."""
+    """(op, implementation, case, dtype, kernel, arguments, constants) of distinct launches."""
     found: dict[object, Launch] = {}
     recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     _triton.Kernel.launch = lambda self, grid, *args, **constants: recorded.append((self, args, constants))  # type: ignore[method-assign]
@@ -47,10 +47,11 @@ def launches(every: bool) -> list[Launch]:
                     continue
                 named(op, implementation).run(*args)
                 for kernel, arguments, constants in recorded:
-                    key: object = (kernel.function.__module__, kernel.name)
+                    key: object = (name, implementation, kernel.function.__module__, kernel.name)
                     if every:
                         key = (key, tuple(map(kind, arguments)), tuple(constants.items()))
-                    found.setdefault(key, (name, case, dtype, kernel, arguments, constants))
+                    launch = (name, implementation, case, dtype, kernel, arguments, constants)
+                    found.setdefault(key, launch)
     return list(found.values())
 
 
@@ -74,9 +75,9 @@ def compiled(found: list[Launch], capability: int) -> Iterator[dict[str, Any]]:
 
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
-    for name, case, dtype, kernel, arguments, constants in found:
+    for name, implementation, case, dtype, kernel, arguments, constants in found:
         gluon = isinstance(kernel, GluonKernel)
-        if gluon and capability != 90:
+        if (name, implementation) in GLUON and capability != 90:
             continue
         jit, arguments = kernel.built(), kernel.prepared(arguments)
         options = {**constants, "debug": False, "instrumentation_mode": ""}
@@ -86,6 +87,7 @@ def compiled(found: list[Launch], capability: int) -> Iterator[dict[str, Any]]:
         source = (GluonASTSource if gluon else ASTSource)(jit, signature, values, attributes)
         line = {
             "op": name,
+            "implementation": implementation,
             "kernel": kernel.name,
             "case": case,
             "dtype": str(dtype),
@@ -109,7 +111,7 @@ def compiled(found: list[Launch], capability: int) -> Iterator[dict[str, Any]]:
 def main(which: str) -> None:
     found = launches(which == "all")
     for capability in SHARED_KIB:
-        chosen = found if capability == 90 else [one for one in found if one[2] == torch.float16]
+        chosen = found if capability == 90 else [one for one in found if one[3] == torch.float16]
         for line in compiled(chosen, capability):
             print(json.dumps(line), flush=True)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import evidence
 from clearway.ops import _triton, attention_torch
 from clearway.ops import convolution_gluon as source
 from clearway.ops._described import Described
@@ -110,6 +111,7 @@ def test_every_cut_reads_and_writes_what_a_convolution_does(
     assert [one["name"] for one in emulated] == (
         ["_convolve", "_add"] if cut.split > 1 else ["_convolve"]
     ) * 2
+    evidence.note("convolution", "gluon", "emulated", "CPU")
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -125,6 +127,7 @@ def test_phases_are_written_where_they_belong(
         wanted = F.conv2d(large, weight.float(), None if plus is None else plus.float(), padding=1)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=6e-3)
     assert all(one["SIDE"] == 2 for one in emulated if one["name"] == "_convolve")
+    evidence.note("upsample_conv", "gluon", "emulated", "CPU")
 
 
 @pytest.mark.parametrize("side", [2, 3])

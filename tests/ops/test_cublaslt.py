@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import evidence
 from clearway.ops import _cublaslt
 from clearway.ops._cublaslt import Choice, CublasLt, Failed, Library, Shape
 from clearway.ops.linear import inputs
@@ -54,6 +55,7 @@ def test_a_product_is_the_linear_layer(
     (none, nothing), (somewhere, some) = (one["workspace"] for one in emulated.ran)
     assert (none, nothing) == (None, 0) and somewhere and some == 64
     assert {(one["stream"], one["compute"], one["scale"]) for one in emulated.ran} == {(7, 68, 0)}
+    evidence.note("linear", "cublaslt", "emulated", "CPU")
 
 
 def test_the_bias_is_that_of_the_call(cublas: CublasLt) -> None:
