@@ -81,7 +81,7 @@ def emulated() -> Iterator[dict[str, Any]]:
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
-        words = last.replace("=", " ").split()
+        words = last.replace("=", " ").replace(",", " ").split()
         passed = int(words[words.index("passed") - 1]) if "passed" in words else 0
         yield {
             "op": op,
