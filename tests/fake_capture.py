@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -20,10 +20,11 @@ from clearway.ops import contract
 
 
 class Recorder:
-    """Captures by keeping the call: a replay does it again, into the same output."""
+    """Captures by keeping the call: a replay does it again, into the same output. What code of others does in
+    it (`replaying`) a graph on a device would not."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.warm_ups, self.captures = error, 0, 0
+        self.error, self.warm_ups, self.captures, self.replays = error, 0, 0, 0
         self.lock = threading.RLock()
 
     def absent(self, device: torch.device) -> str | None:
@@ -45,6 +46,7 @@ class Recorder:
         output, frame = run(), copy_context()  # the buffers that a real graph would have baked in
 
         def replay() -> None:
+            self.replays += 1
             fresh = frame.copy().run(uncounted, run)
             for mine, new in zip(pytree.tree_leaves(output), pytree.tree_leaves(fresh), strict=True):
                 if isinstance(mine, torch.Tensor):
@@ -53,8 +55,17 @@ class Recorder:
         return replay, output
 
 
+_replaying: ContextVar[bool] = ContextVar("replaying", default=False)
+
+
+def replaying() -> bool:
+    """Whether this runs in the place of a graph, which runs no Python."""
+    return _replaying.get()
+
+
 def uncounted(run: Callable[[], Any]) -> Any:
-    """A graph on a device runs no Python, which alone counts ops."""
+    """A graph on a device runs no Python, which alone counts ops; within a copied context."""
+    _replaying.set(True)
     with contract.recording({}):
         return run()
 

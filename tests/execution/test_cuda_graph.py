@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearway.execution.capture import TorchCapture
 from clearway.execution.cuda_graph import WARM_UPS, CudaGraph
+from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import Kept
 from clearway.execution.pool import Pool
 from clearway.ops import budget, contract
@@ -444,11 +445,43 @@ def test_within_a_capture_another_executor_only_calls(network: Network) -> None:
 
 
 def test_the_callers_key_may_be_a_function(network: Network) -> None:
-    keys = iter(["one", "one", "two", "two"])
-    run = executor(network, key=lambda: next(keys))
-    run(torch.randn(2, 4), context=torch.randn(2, 4))  # asked before the capture and after it
-    run(torch.randn(2, 4), context=torch.randn(2, 4))
+    keys = ["one"]
+    run = executor(network, key=lambda: keys[-1])
+    for key in ("one", "two", "one"):
+        keys.append(key)
+        run(torch.randn(2, 4), context=torch.randn(2, 4))
     assert run.pool.made == 2
+
+
+def test_the_device_works_while_the_module_is_looked_at(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, backend = executor(network), Recorder()
+    run.pool.backend = backend
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    run(x, context=context)
+    before, seen, holds = backend.replays, list[int](), Fingerprint.holds
+    monkeypatch.setattr(Fingerprint, "holds", lambda self: seen.append(backend.replays) or holds(self))
+    agree(run, network, x, context)
+    assert seen == [before + 1] and backend.replays == before + 1
+
+
+def test_what_no_longer_lies_where_it_lay_is_not_read(network: Network) -> None:
+    """And what was replayed of a module that changed otherwise is thrown away."""
+    run, backend = executor(network), Recorder()
+    run.pool.backend = backend
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    for _ in range(2):
+        agree(run, network, x, context)
+    before = backend.replays
+    network.inner.weight.data = network.inner.weight.data * 2
+    agree(run, network, x, context)
+    assert backend.captures == 2 and backend.replays == before + 2  # the new graph's: its trial and its use
+    agree(run, network, x, context)
+    before = backend.replays
+    network.inner = nn.Linear(4, 8, bias=False).requires_grad_(False)
+    agree(run, network, x, context)
+    assert backend.captures == 3 and backend.replays == before + 3  # and one of the old graph for nothing
 
 
 class Launching(nn.Module):

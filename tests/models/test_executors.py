@@ -20,7 +20,7 @@ from clearway.models import load
 from clearway.models._bound import Bound
 from clearway.models._report import Report
 from clearway.models.accelerate import accelerate, restore
-from fake_capture import Recorder
+from fake_capture import Recorder, replaying
 from pipelines import KINDS, draw, image_adapter, lora, pipeline
 
 # numpy's, of how Diffusers' schedulers make an array of tensors
@@ -154,7 +154,7 @@ def test_code_of_others_runs_at_every_call(pipe: Any, given: dict[str, Any], wha
 
     class Early(AttnProcessor2_0):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
+            calls.extend([] if replaying() else [1])
             return super().__call__(*args, **kwargs) * (2 if len(calls) < 3 else 1)
 
     def put() -> None:
@@ -166,7 +166,7 @@ def test_code_of_others_runs_at_every_call(pipe: Any, given: dict[str, Any], wha
         theirs = resnet.forward
 
         def early(*args: Any) -> Any:
-            calls.append(1)
+            calls.extend([] if replaying() else [1])
             return theirs(*args) * (2 if len(calls) < 3 else 1)
 
         resnet.forward = early

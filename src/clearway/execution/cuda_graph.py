@@ -62,15 +62,10 @@ class CudaGraph:
         if reason is None:
             with self.pool.lock:
                 promised = call.promises(self.promised)
-                graph, reason = self._graph(call, promised)
-                if graph is not None:
-                    self.pool.backend.enter(graph.buffers)
-                    graph.load(call.tensors, promised)
-                    graph.replay()
-                    graph.uses += 1
-                    self.pool.turns += 1
-                    graph.turn = self.pool.turns
-                    output = copied(graph.output)
+                graph, output = self._at_once(call, promised)
+                if graph is None:
+                    graph, reason = self._graph(call, promised)
+                    output = None if graph is None else self._replayed(graph, call, promised)
         elif self.pool.held:
             with self.pool.lock:
                 self.pool.checked(call.owner)  # one that was moved away gives its graphs' memory back
@@ -85,6 +80,33 @@ class CudaGraph:
     def sentences(self, name: str) -> list[str]:
         """Why some calls of what is called `name` were not replayed."""
         return told(name, self.reasons, self.calls)
+
+    def _at_once(self, call: Call, promised: list[bool]) -> tuple[Graph | None, Any]:
+        """(graph, its output), replayed before it is looked whether the module still is what it was: the
+        device works meanwhile. (None, None) where it is not, and what was computed is thrown away.
+
+        A replay changes nothing but what the graph owns, and reads weights that lie where they lay.
+        """
+        module = self.pool.lying(call.owner)
+        if module is None:
+            return None, None
+        key = self._key(call, module)
+        _, graph = self.pool.choose(key, call.tensors[0].device, call.tensors)
+        if graph is None:
+            return None, None
+        output = self._replayed(graph, call, promised)
+        if self.pool.checked(call.owner) is module and module.refuse(call.itself) is None:
+            return graph, output
+        return None, None
+
+    def _replayed(self, graph: Graph, call: Call, promised: list[bool]) -> Any:
+        self.pool.backend.enter(graph.buffers)
+        graph.load(call.tensors, promised)
+        graph.replay()
+        graph.uses += 1
+        self.pool.turns += 1
+        graph.turn = self.pool.turns
+        return copied(graph.output)
 
     def _graph(self, call: Call, promised: list[bool]) -> tuple[Graph | None, str | None]:
         """The graph for these arguments, captured if need be; or why there is none."""

@@ -81,13 +81,14 @@ class Fingerprint:
             and list(map(len, self._sized)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and all(map(is_, map(type, self._modules), self._types))
-            and self._lie_alike()
+            and self.lies()
             and all(map(is_, map(dict.get, self._code_of, self._code_names), self._code))
             and self._set_alike()
         )
 
-    def _lie_alike(self) -> bool:
-        """Whether every tensor lies where it lay."""
+    def lies(self) -> bool:
+        """Whether every tensor lies where it lay. They are held, so what was captured reads memory of theirs,
+        whatever else became of the module."""
         try:
             return list(map(self._read, self._tensors)) == self._addresses
         except RuntimeError:  # one has no memory of its own any more

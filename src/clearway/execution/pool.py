@@ -175,6 +175,12 @@ class Pool(Bounded[Graph]):
         self._module = Fingerprint(owner)
         return self._module
 
+    def lying(self, owner: nn.Module | None) -> Fingerprint | None:
+        """The module's fingerprint where graphs are held and all that they read of it lies where it lay; what
+        else became of it `checked` tells."""
+        module = self._module
+        return module if owner is not None and self.held and module is not None and module.lies() else None
+
     def choose(
         self, key: Hashable, device: torch.device, tensors: Sequence[Tensor]
     ) -> tuple[Hashable, Graph | None]:
