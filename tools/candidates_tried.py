@@ -51,10 +51,23 @@ def calls(after: str) -> tuple[Figure, Figure]:
     )
 
 
+def many(before: str, after: str) -> tuple[Figure, Figure]:
+    """Both UNets' calls, many of them waited for together."""
+    return (
+        Figure("SDXL", "unet calls", "sdxl 128x128", before, (after,)),
+        Figure("SD 1.5", "unet calls", "sd15 64x64", before, (after,)),
+    )
+
+
 def cases(part: str, before: str, after: str | tuple[str, ...], *named: str) -> tuple[Figure, ...]:
     """The same two candidates at several cases."""
     several = (after,) if isinstance(after, str) else after
     return tuple(Figure(name, part, name, before, several) for name in named)
+
+
+def tiles(words: str, after: str, *named: str) -> tuple[Figure, ...]:
+    """Convolutions beside cuDNN's, in tiles that the label names."""
+    return tuple(Figure(f"{words}, {one}", "convolution tiles", one, "cuDNN", (after,)) for one in named)
 
 
 ROWS_132, ROWS_264 = "rows, 132 chunks an image", "rows, 264 chunks an image"
@@ -62,6 +75,7 @@ ONE_KERNEL = "one kernel by TMA (128, 128, 64), 8 warps, 3 stages"
 BEST = "cuBLASLt, the best of its choices"
 PASS = "one pass (8 pixels, 256 channels, 4 warps)"
 CONVOLUTION = "cudnn.benchmark off"
+GATED = ("2048x5120x1280", "8192x2560x640", "8192x1280x320", "2048x2560x640", "512x5120x1280")
 
 ENTRIES = (
     Entry(
@@ -134,6 +148,80 @@ ENTRIES = (
         ),
     ),
     Entry(
+        "3×3 convolutions in tiles of 320 or 160 channels, in Gluon for Hopper",
+        "kept",
+        CALLS,
+        "Channels are multiples of 320: a tile of all of them reads each pixel once, and powers of two leave "
+        "a part empty. Small images' sums are cut into shares. Where a plan would leave much of the device "
+        "idle, as at the last shape, PyTorch's runs; the estimate does not see the one before it.",
+        (
+            *many("convolutions of PyTorch", "convolutions in Gluon"),
+            *cases(
+                "convolution", "conv2d", "gluon", "2x320->320@128x128", "2x640->640@64x64",
+                "2x1280->1280@32x32", "2x640->640@32x32", "2x1280->1280@8x8", "2x640->1280@16x16",
+            ),
+            *cases("convolution", "conv2d", "gluon, not preferred", "2x1280->1280@24x42"),
+        ),
+    ),
+    Entry(
+        "GEGLU inside its matrix product, in Gluon for Hopper",
+        "kept",
+        CALLS,
+        "A warp of its own fetches, so the product loses little and a pass over the widest tensor is saved. "
+        "Few rows leave multiprocessors idle: SD 1.5's call is with all of its layers so; since then "
+        "PyTorch's product stays at its smaller images.",
+        (
+            *many("convolutions in Gluon", "convolutions and GEGLU in Gluon"),
+            *cases("geglu_linear", "linear, then geglu", "gluon", *GATED),
+        ),
+    ),
+    Entry(
+        "Both of GEGLU's halves by one product of a warpgroup in place of two",
+        "kept",
+        KERNELS,
+        "Fewer, wider instructions; the same sums.",
+        cases("geglu_linear", "gluon, two products of a warpgroup", "gluon", *GATED),
+    ),
+    Entry(
+        "Upsamplers' four phases in one launch that writes each where it belongs, in Gluon for Hopper",
+        "kept",
+        KERNELS,
+        "No pass that interleaves them afterwards. At the last shape Triton's way stays, by the estimate.",
+        cases(
+            "upsampler", "triton", "gluon",
+            "2x1280@8x8", "2x640@32x32", "2x1280@32x32", "2x640@64x64", "2x1280@24x42",
+        ),
+    ),
+    Entry(
+        "Upsamplers' phases, sums of weights, made once for a graph and not at each call",
+        "kept",
+        KERNELS,
+        "They change only with the weight, which a graph is checked for anyway.",
+        cases("upsampler", "gluon, phases made anew", "gluon", "2x1280@8x8", "2x1280@32x32", "2x640@64x64"),
+    ),
+    Entry(
+        "cuBLASLt's other choices, each tried once on a machine",
+        "kept",
+        CALLS,
+        "SD 1.5 gains; SDXL, whose two figures are of different programs, is level. Products alone, in an "
+        "earlier run and by their number, let {products:.2f} ms of SDXL's {replay:.1f} be expected.",
+        (
+            Figure(
+                "SD 1.5", "unet calls", "sd15 64x64",
+                "linear layers of PyTorch", ("linear layers by cuBLASLt's choices",), (13, 13),
+            ),
+            Figure(
+                "SDXL, with upsamplers in Gluon too", "unet calls", "sdxl 128x128",
+                "convolutions and GEGLU in Gluon", ("linear layers by cuBLASLt's choices",), (8, 13),
+            ),
+            *cases(
+                "linear", "linear", "the trial's choice",
+                "8192x320x1280 bias", "8192x320x320 bias", "2048x5120x640 bias", "8192x1920x640",
+                "2048x1280x1280",
+            ),
+        ),
+    ),
+    Entry(
         "LayerNorm's row in five exact pieces, so that no lane idles",
         "level",
         KERNELS,
@@ -163,6 +251,13 @@ ENTRIES = (
             *calls("cudnn.benchmark"),
             *cases("convolution", CONVOLUTION, "cudnn.benchmark on", "2x1280->1280@32 k3 s1"),
         ),
+    ),
+    Entry(
+        "Memset nodes of captured graphs as kernel nodes",
+        "level",
+        CALLS,
+        "The gain does not pay for graphs that are edited after their capture; taken out again.",
+        (Figure("SD 1.5", "unet replay", "sd15 64x64", "memset nodes", ("kernel nodes",)),),
     ),
     Entry(
         "Guidance's two halves as parallel branches of one graph",
@@ -202,15 +297,66 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "cuBLASLt's other algorithms, each tried",
-        "not built",
+        "Convolutions of small images with their sum cut among programs, in Triton",
+        "lost",
         KERNELS,
-        "Nothing to gain in most products. By their number {products:.2f} ms of SDXL's {replay:.1f}, for an "
-        "interface of our own to a C library and a trial at each new size.",
+        "At 8×8 quicker than cuDNN's or level, at 16×16 much slower; Gluon's tiles, cut so too, are quicker.",
         (
-            *cases("product", "linear", BEST, "2048x1280x1280", "8192x1920x640", "8192x320x320"),
-            *cases("product", "linear", BEST, "2048x10240x1280 bias"),
+            *cases(
+                "convolution, sum cut", "conv2d", "split_k",
+                "2x1280->1280@8x8", "2x2560->1280@8x8", "2x640->1280@16x16", "2x1280->1280@16x16",
+            ),
+            Figure(
+                "to Gluon, 2x1280->1280@8x8", "convolution, sum cut", "2x1280->1280@8x8",
+                "split_k", ("gluon",),
+            ),
         ),
+    ),
+    Entry(
+        "Convolutions in tiles of 64×320 and 128×160 in Triton, by TMA",
+        "lost",
+        KERNELS,
+        "In Triton they gain little where pixels are many and lose elsewhere; in Gluon they gain at each.",
+        (
+            *cases(
+                "convolution tiles", "cuDNN", "Triton by TMA, tiles of 64x320",
+                "2x320->320@128", "2x640->640@64", "2x1280->1280@32",
+            ),
+            *tiles("128×160", "Triton by TMA, tiles of 128x160", "2x320->320@128", "2x640->640@64"),
+            *tiles(
+                "64×320 in Gluon", "Gluon, tiles of 64x320",
+                "2x320->320@128", "2x640->640@64", "2x1280->1280@32",
+            ),
+        ),
+    ),
+    Entry(
+        "Linear layers in Gluon's tiles of 320",
+        "lost",
+        CALLS,
+        "Lost at every shape of SDXL; won at two of SD 1.5's, where cuBLASLt's other choices are no worse.",
+        (
+            Figure(
+                "SDXL", "unet calls", "sdxl 128x128",
+                "linear layers of PyTorch", ("linear layers in Gluon",), (12, 12),
+            ),
+            Figure(
+                "SD 1.5, with cuBLASLt's choices where they are not preferred", "unet calls", "sd15 64x64",
+                "linear layers of PyTorch", ("linear layers in Gluon",), (12, 12),
+            ),
+            *cases(
+                "linear", "linear", "gluon",
+                "2048x1280x1280 bias", "2048x3840x1280", "8192x1920x640", "8192x320x320 bias",
+                "8192x320x1280 bias",
+            ),
+        ),
+    ),
+    Entry(
+        "GEGLU's halves in tiles of 160, in Gluon",
+        "lost",
+        KERNELS,
+        "Whole turns of all multiprocessors, but room for three stages only: slower at SDXL's "
+        "shapes, quicker at few rows, for which alone they were not kept.",
+        cases("geglu_linear", "gluon", "gluon, tiles of 160", *GATED),
     ),
     Entry(
         "Residual added by the product (cuBLASLt's epilogue)",

@@ -28,7 +28,8 @@ contenders of other choices. Another device may decide otherwise.
 {device}, {versions},
 fp16, random data. A figure is the median of one call, *before → after*, both of one run unless it says
 otherwise. A UNet's is the replay of its captured graph, 16 timed together; for the two switches of PyTorch it
-is a call through the executor, waited for.
+is a call through the executor, waited for, and for what is in Gluon and for cuBLASLt's choices 16 such calls,
+waited for together.
 """
 
 AGAIN = """## Measure it again
@@ -37,8 +38,11 @@ AGAIN = """## Measure it again
     python bench/candidates_on_device.py --unets --attention    # these parts alone
 
 The figures above come from {source}, with scripts of which this one is the cleaned form.
-It leaves out cuBLASLt's own interface and programmatic dependent launch. Whole residual blocks in one graph,
-a candidate on Apple's devices, has no row: on CUDA the whole UNet call is one graph.
+It leaves out cuBLASLt's own interface and programmatic dependent launch. What is in Gluon and cuBLASLt's
+choices are measured, kernels alone, by `bench/gluon_on_device.py` and `bench/products_on_device.py`; UNet
+calls with and without them were measured by one-off scripts. The file's first line says which run is which.
+Whole residual blocks in one graph, a candidate on Apple's devices, has no row: on CUDA the whole UNet call is
+one graph.
 """
 
 
@@ -142,7 +146,7 @@ def candidates_page() -> str:
         lines.append("")
     lines += [
         "Cases: products M×N×K; attention batch × heads × queries × keys × head size; images batch ×",
-        "channels at a side; LayerNorm rows × width.",
+        "channels at a side, or at height x width, with an arrow to the output's; LayerNorm rows × width.",
         "",
         AGAIN.format(source=f"a {measured.head['source']}"),
     ]
