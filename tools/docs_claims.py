@@ -98,16 +98,18 @@ def _without_repeats(rows: list[list[str]]) -> Iterable[list[str]]:
 
 
 def _builds(group: Group) -> str:
-    """The builds of all runs, each once."""
-    made: dict[str, None] = {}
+    """The builds of all runs, each once with its commits."""
+    from clearway.measure.markup import shown
+
+    made: dict[str, dict[str, None]] = {}
     for run in group.runs.values():
-        made[_build(run)] = None
-    return "; ".join(made)
+        build = f"PyTorch {shown(run.get('torch') or '')}, Diffusers {shown(run.get('diffusers') or '')}"
+        made.setdefault(build, {})[_when(run)] = None
+    return "; ".join(f"{build}, {', '.join(whens)}" for build, whens in made.items())
 
 
-def _build(run: dict[str, Any]) -> str:
+def _when(run: dict[str, Any]) -> str:
     from clearway.measure.markup import shown
 
     commit, date = str(run.get("commit") or "")[:10], str(run.get("date") or "")[:10]
-    words = [f"PyTorch {shown(run.get('torch') or '')}", f"Diffusers {shown(run.get('diffusers') or '')}"]
-    return ", ".join([*words, *([f"commit {shown(commit)}"] if commit else []), date])
+    return f"commit {shown(commit)} ({date})" if commit else date
