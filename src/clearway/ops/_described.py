@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,12 +24,16 @@ class Described:
 
     def made(self, base: Any = None) -> Any:
         """Triton's own object; `base` stands for the tensor where nothing is to be run."""
-        from triton.experimental.gluon import language
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        dtype = getattr(language, str(self.tensor.dtype).removeprefix("torch."))
-        layout = language.NVMMASharedLayout.get_default_for(list(self.block), dtype)
+        kind, layout = _kind(self.tensor.dtype, self.block)
         shape, strides = list(self.tensor.shape), list(self.tensor.stride())
-        return TensorDescriptor(
-            self.tensor if base is None else base, shape, strides, list(self.block), layout
-        )
+        return kind(self.tensor if base is None else base, shape, strides, list(self.block), layout)
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, block: tuple[int, ...]) -> tuple[Any, Any]:
+    """Triton's class of descriptors, and how a block of this dtype lies in shared memory."""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = getattr(language, str(dtype).removeprefix("torch."))
+    return TensorDescriptor, language.NVMMASharedLayout.get_default_for(list(block), element)
