@@ -16,6 +16,7 @@ from pathlib import Path
 
 from docs_candidates import candidates_page
 from docs_claims import claims_block
+from docs_memory import memory_block
 from docs_ops import ops_page
 from docs_results import results_block, results_page
 
@@ -97,9 +98,10 @@ def embedded_score() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "claims": claims_block,
     "embedded-score": embedded_score,
+    "memory": memory_block,
     "results": results_block,
 }
-PARTLY = ("README.md", "docs/measuring.md", "src/clearway/models/embedded/README.md")
+PARTLY = ("README.md", "docs/measuring.md", "docs/memory.md", "src/clearway/models/embedded/README.md")
 
 
 def with_blocks(text: str) -> str:
