@@ -359,6 +359,48 @@ ENTRIES = (
         cases("geglu_linear", "gluon", "gluon, tiles of 160", *GATED),
     ),
     Entry(
+        "Brownian paths (DPM++ SDE) on a stream of their own",
+        "kept",
+        WHOLE,
+        "A step's hundred small kernels no longer stand between two calls of the UNet.",
+        (
+            Figure(
+                "between UNet calls", "between UNet calls", "sd15 64x64, all 8 of a generation",
+                "paths in the stream of the UNet", ("paths on a stream of their own",),
+            ),
+            Figure(
+                "whole", "whole generation", "sd15 64x64, DPM++ SDE, 5 steps",
+                "paths in the stream of the UNet", ("paths on a stream of their own",),
+            ),
+        ),
+    ),
+    Entry(
+        "The step, or the whole loop, as one graph",
+        "not built",
+        WHOLE,
+        "What lies between the UNet's calls, guidance and sampler, is all that it could save: the second "
+        "figure of this generation, of which the first is the whole.",
+        (
+            Figure(
+                "whole, then between", "whole generation", "sd15 64x64, DPM++ SDE, 5 steps",
+                "paths on a stream of their own", ("between the UNet's calls",),
+            ),
+        ),
+    ),
+    Entry(
+        "Attention over many keys in Gluon: two warpgroups, products ahead of softmax",
+        "lost",
+        KERNELS,
+        "Within an eighth of cuDNN's kernel or of our tiles, and ahead only at 4032 keys.",
+        (
+            *cases("attention gluon", "tiled", "gluon", "2x20x1024x1024x64", "2x20x1008x1008x64"),
+            *cases(
+                "attention gluon", "cudnn", "gluon",
+                "2x10x4096x4096x64", "2x8x4096x4096x40", "2x10x4032x4032x64",
+            ),
+        ),
+    ),
+    Entry(
         "Residual added by the product (cuBLASLt's epilogue)",
         "not built",
         KERNELS,
