@@ -166,6 +166,22 @@ def test_single_layers() -> None:
     agree(norm, _fused_blocks.group_norm, torch.randn(3, 8), fused=False)
 
 
+def test_torch_compile_sees_no_routing_of_geglu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where it is asked first whether its product can be done with it."""
+    monkeypatch.setattr(_fused_blocks, "has_own_ways", lambda x: True)
+    asked: list[Any] = []
+    route = _fused_blocks.geglu_linear.route
+    monkeypatch.setattr(
+        _fused_blocks.geglu_linear, "route", lambda *given: asked.append(given) or route(*given)
+    )
+    layer, x = GEGLU(8, 12).requires_grad_(False), torch.randn(2, 5, 8)
+    found = _fused_blocks.gated(layer, x)
+    assert len(asked) == 1
+    compiled = torch.compile(functools.partial(_fused_blocks.gated, layer), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), found)
+    assert len(asked) == 1
+
+
 class Ending(nn.Module):
     """The end of a UNet or a VAE."""
 

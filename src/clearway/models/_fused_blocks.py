@@ -165,11 +165,22 @@ def gated(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or needs_gradient(layer, hidden_states):
         return own(layer, hidden_states, *args, **kwargs)
     proj = layer.proj
-    if hidden_states.is_cuda and plain(proj, nn.Linear) and plain_weight(proj.weight):
+    if _asks(hidden_states) and plain(proj, nn.Linear) and plain_weight(proj.weight):
         given = hidden_states, proj.weight, proj.bias
         if geglu_linear.route(*given).name != REFERENCE:
             return geglu_linear(*given)
     return geglu(proj(hidden_states))
+
+
+def _asks(x: Tensor) -> bool:
+    """Whether an op is asked which way it would take: on CUDA, and not by torch.compile, which cannot follow
+    its routing."""
+    return has_own_ways(x) and not torch.compiler.is_compiling()
+
+
+def has_own_ways(x: Tensor) -> bool:
+    """Whether ops may have more than their reference for x: on CUDA."""
+    return x.is_cuda
 
 
 def group_norm(norm: Any, x: Tensor) -> Any:
