@@ -39,6 +39,9 @@ NAMES = {
 }
 """What notes call a part of a model."""
 
+ASKED_FIRST = {"geglu_linear": "geglu"}
+"""Ops that run, and are counted, only where they have a way of their own; else the one named runs."""
+
 
 @torch.inference_mode()
 def generate(request: Request, model: Model | str = "embedded", on_event: OnEvent | None = None) -> Result:
@@ -182,7 +185,8 @@ def _losses(routes: Mapping[str, int], precision: Precision) -> tuple[str, ...]:
     Other work in the process may have lost more. float32 is always one: parts are raised to it.
     """
     used = precision.unet, precision.text_encoder, precision.vae, precision.sampling, "float32"
-    return state.losses({key.partition("/")[0] for key in routes}, used)
+    ops = {key.partition("/")[0] for key in routes}
+    return state.losses(ops | {first for first, op in ASKED_FIRST.items() if op in ops}, used)
 
 
 def _infotext(
