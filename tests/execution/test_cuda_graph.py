@@ -484,6 +484,48 @@ def test_what_no_longer_lies_where_it_lay_is_not_read(network: Network) -> None:
     assert backend.captures == 3 and backend.replays == before + 3  # and one of the old graph for nothing
 
 
+class Keying(nn.Module):
+    """Adds a mean of what `k` makes of a context, which is kept as cross-attention's keys are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.kept, self.factor = nn.Linear(4, 4), Kept(), 1.0
+
+    def forward(self, x: Tensor, *, context: Tensor) -> Tensor:
+        (keys,) = self.kept.get(context, list(self.k.parameters()), lambda: (self.k(context),))
+        return x + self.factor * keys.mean(1, keepdim=True)
+
+
+def keying() -> tuple[Keying, CudaGraph, Recorder]:
+    module, backend = Keying().requires_grad_(False), Recorder()
+    return module, CudaGraph(module, "unet", Counter(), Pool(backend), promised=("context",)), backend
+
+
+def test_what_a_hook_made_of_a_context_is_not_kept() -> None:
+    """One that edits keys in the first steps of a picture."""
+    module, run, backend = keying()
+    x, one, other = torch.randn(1, 3, 4), torch.randn(1, 5, 4), torch.randn(1, 5, 4)
+    for _ in range(3):
+        run(x, context=one)
+    before = backend.replays
+    hook = module.k.register_forward_hook(lambda layer, given, out: out * 10)
+    run(x, context=other)
+    assert backend.replays == before  # nor is anything replayed for nothing, as long as it stays
+    hook.remove()
+    module.kept.forget()  # what eager kept of it
+    torch.testing.assert_close(run(x, context=other), Keying.forward(module, x, context=other))
+
+
+def test_a_module_that_changes_at_each_call_is_not_captured_at_each() -> None:
+    module, run, backend = keying()
+    x, context = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
+    for step in range(8):
+        module.factor = 1.0 + step
+        found = run(x, context=context)
+        torch.testing.assert_close(found, module(x, context=context))
+    assert backend.captures <= 2
+
+
 class Launching(nn.Module):
     """Twice x by a kernel, whose values something is kept of."""
 

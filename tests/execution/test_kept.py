@@ -138,26 +138,53 @@ def test_every_way_in_which_a_weight_changes_is_seen_once_all_is_settled() -> No
     assert (frame.refresh([source]), last.sum()) == (3, 18)
 
 
-def test_what_is_made_of_weights_alone_is_held_within_a_frame() -> None:
-    kept, weight = Kept(), torch.full((2,), 3.0)
-    made = Doubling(torch.ones(2), weight)
-    for _ in range(2):  # outside of one nothing is kept
+def test_what_is_made_of_weights_alone_is_held_beside_what_is_made_of_an_input() -> None:
+    kept, context_kept, weight = Kept(), Kept(), torch.full((2,), 3.0)
+    made, context = Doubling(torch.ones(2), weight), torch.ones(2)
+    for _ in range(2):  # outside of a frame nothing is kept
         assert torch.equal(kept.of_weights([weight], made)[0], weight)
     assert made.calls == 2 and len(kept) == 0
-    frame = Frame((torch.zeros(1),))
+    frame = Frame((context,))
     with within(frame):
+        kept.of_weights([weight], made)  # nothing is held of an input yet: made in the graph
+        assert not frame.held and frame.holds()
+        context_kept.get(context, [], lambda: (context * 2,))
         (first,) = kept.of_weights([weight], made)
-        assert kept.of_weights([weight], made)[0] is first
-    assert made.calls == 3 and frame.refresh() == 0
+        assert kept.of_weights([weight], made)[0] is first and made.calls == 4
+    assert not frame.holds()
+    assert frame.refresh() == 0 and frame.holds()
     weight.mul_(2)
+    assert not frame.holds()
     assert frame.refresh() == 1 and torch.equal(first, torch.full((2,), 6.0))
-    other = torch.full((2,), 5.0)
-    with within(frame):
-        assert torch.equal(kept.of_weights([other], Doubling(torch.ones(2), other))[0], other)
+    weight.data += 1  # which no version counts
+    assert frame.holds() and frame.refresh() == 0
+    assert frame.refresh([context]) == 2 and torch.equal(first, torch.full((2,), 7.0))
+
+
+def test_graphs_of_several_sizes_share_what_is_made_of_a_weight() -> None:
+    kept, context_kept, weight = Kept(), Kept(), torch.full((2,), 3.0)
+    frames, found = [], []
+    for _ in range(2):
+        frame = Frame((torch.ones(2),))
+        with within(frame):
+            context_kept.get(frame.sources[0], [], lambda one=frame.sources[0]: (one * 2,))
+            found += kept.of_weights([weight], Doubling(torch.ones(2), weight))
+        frames.append(frame)
+        weight.data += 1  # the second one is made of the weight as it is then
+    assert found[0] is found[1] and torch.equal(found[0], torch.full((2,), 4.0))
+    assert len(kept._shared) == 1
+    del frames, frame, found
+    gc.collect()
+    assert len(kept._shared) == 0
+
+
+def test_what_is_made_of_weights_that_nobody_counts_is_made_in_the_graph() -> None:
+    kept, context_kept = Kept(), Kept()
     with torch.inference_mode():
-        uncounted = torch.ones(2)  # nobody would see it change
+        uncounted = torch.ones(2)
+    frame, made = Frame((torch.ones(2),)), Doubling(torch.ones(2), uncounted)
     with within(frame):
-        given = Doubling(torch.ones(2), uncounted)
-        kept.of_weights([uncounted], given)
-        kept.of_weights([uncounted], given)
-        assert given.calls == 2
+        context_kept.get(frame.sources[0], [], lambda: (frame.sources[0] * 2,))
+        for _ in range(2):
+            kept.of_weights([uncounted], made)
+    assert made.calls == 2

@@ -62,10 +62,13 @@ class CudaGraph:
         if reason is None:
             with self.pool.lock:
                 promised = call.promises(self.promised)
-                graph, output = self._at_once(call, promised)
+                module, graph, output = self._at_once(call, promised)
                 if graph is None:
-                    graph, reason = self._graph(call, promised)
-                    output = None if graph is None else self._replayed(graph, call, promised)
+                    module = self.pool.checked(call.owner) if module is None else module
+                    graph, reason = self._graph(call, promised, module)
+                    if graph is not None:
+                        output = self._replayed(graph, call, promised)
+                        self._count(graph)
         elif self.pool.held:
             with self.pool.lock:
                 self.pool.checked(call.owner)  # one that was moved away gives its graphs' memory back
@@ -81,36 +84,43 @@ class CudaGraph:
         """Why some calls of what is called `name` were not replayed."""
         return told(name, self.reasons, self.calls)
 
-    def _at_once(self, call: Call, promised: list[bool]) -> tuple[Graph | None, Any]:
-        """(graph, its output), replayed before it is looked whether the module still is what it was: the
-        device works meanwhile. (None, None) where it is not, and what was computed is thrown away.
+    def _at_once(self, call: Call, promised: list[bool]) -> tuple[Fingerprint | None, Graph | None, Any]:
+        """(None, graph, its output), replayed before it is looked whether the module still is what it was:
+        the device works meanwhile. Without a graph where it is not, and what was computed is thrown away;
+        the first is then the module as it was found, None where nobody looked.
 
-        A replay changes nothing but what the graph owns, and reads weights that lie where they lay.
+        Only where inputs are to be copied and nothing is to be computed with the module as it is now. A
+        replay changes nothing but what the graph owns, and reads weights that lie where they lay.
         """
         module = self.pool.lying(call.owner)
-        if module is None:
-            return None, None
+        if module is None or module.refuse(call.itself) is not None:
+            return None, None, None
         key = self._key(call, module)
         _, graph = self.pool.choose(key, call.tensors[0].device, call.tensors)
-        if graph is None:
-            return None, None
+        if graph is None or not graph.ready(call.tensors):
+            return None, None, None
         output = self._replayed(graph, call, promised)
-        if self.pool.checked(call.owner) is module and module.refuse(call.itself) is None:
-            return graph, output
-        return None, None
+        found = self.pool.checked(call.owner)
+        if found is not module:
+            return found, None, None
+        self._count(graph)
+        return None, graph, output
 
     def _replayed(self, graph: Graph, call: Call, promised: list[bool]) -> Any:
         self.pool.backend.enter(graph.buffers)
         graph.load(call.tensors, promised)
         graph.replay()
+        return copied(graph.output)
+
+    def _count(self, graph: Graph) -> None:
         graph.uses += 1
         self.pool.turns += 1
         graph.turn = self.pool.turns
-        return copied(graph.output)
 
-    def _graph(self, call: Call, promised: list[bool]) -> tuple[Graph | None, str | None]:
+    def _graph(
+        self, call: Call, promised: list[bool], module: Fingerprint | None
+    ) -> tuple[Graph | None, str | None]:
         """The graph for these arguments, captured if need be; or why there is none."""
-        module = self.pool.checked(call.owner)
         reason = None if module is None else module.refuse(call.itself)
         if reason is not None:
             return None, reason

@@ -51,6 +51,7 @@ class Kept:
     def __init__(self, limit: int = 4) -> None:
         self.limit, self.forgotten = limit, 0
         self._entries: list[_Entry] = []
+        self._shared: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,15 +94,38 @@ class Kept:
         return values
 
     def of_weights(self, weights: Sequence[Tensor], compute: Callable[[], Values]) -> Values:
-        """compute(), which reads `weights` alone; within a captured graph what it gave before the graph was
-        captured, as long as the weights are what they were. Outside of one nothing is kept."""
-        frame = _frame.get()
-        if frame is None or torch.compiler.is_compiling() or not _tracked(weights):
+        """compute(), which reads `weights` alone; within a captured graph that holds something of a context
+        what it gave last, made anew with that. Outside of one nothing is kept."""
+        if torch.compiler.is_compiling() or not _tracked(weights):
             return compute()
-        return frame.fixed(self, weights, compute)
+        frame = _frame.get()
+        return compute() if frame is None else frame.fixed(self, weights, compute)
+
+    def shared(self, weights: Sequence[Tensor], values: Values) -> _Shared:
+        """Buffers of these values: one of each for all graphs, since the weights are."""
+        found = self._shared.get(id(weights[0]))
+        if found is not None and found.of() is weights[0] and _alike(found.values, values):
+            for buffer, value in zip(found.values, values, strict=True):
+                buffer.copy_(value)
+            return found
+        made = _Shared(weakref.ref(weights[0]), tuple(map(_buffer, values)))
+        self._shared[id(weights[0])] = made
+        return made
 
     def _drop(self, gone: weakref.ref[Tensor]) -> None:
         self._entries = [entry for entry in self._entries if entry.source is not gone]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Shared:
+    """What was computed of a weight, in buffers that last as long as a graph reads them."""
+
+    of: weakref.ref[Tensor]
+    values: Values
+
+
+def _alike(one: Values, other: Values) -> bool:
+    return [(t.shape, t.dtype, t.device) for t in one] == [(t.shape, t.dtype, t.device) for t in other]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +136,7 @@ class _Held:
     sign: Sign
     compute: Callable[[], Values]
     values: Values
+    shared: _Shared | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,8 +159,18 @@ class Frame:
         return self._held(owner, source, weights, compute)
 
     def fixed(self, owner: Kept, weights: Sequence[Tensor], compute: Callable[[], Values]) -> Values:
-        """As `get`, of weights alone, which lie outside of the graph."""
-        return self._held(owner, weights[0], weights, compute)
+        """As `get`, of weights alone, which lie outside of the graph. Where nothing is held of an input, it
+        is made within the graph: nothing would tell when a weight was changed through `.data`."""
+        return self._held(owner, weights[0], weights, compute) if self._of_inputs() else compute()
+
+    def holds(self) -> bool:
+        """Whether nothing would have to be made anew for unchanged inputs."""
+        return not self.held or (self._settled is not None and self._settled.holds())
+
+    def _of_inputs(self) -> set[int]:
+        """The inputs of which something is held."""
+        inputs = set(map(id, self.sources))
+        return {source for _, source in self.held if source in inputs}
 
     def _held(
         self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
@@ -145,10 +180,15 @@ class Frame:
         if found is None:
             if source.is_cuda and torch.cuda.is_current_stream_capturing():
                 return compute()  # not seen at warm-up: left in the graph
-            values = tuple(_buffer(value) for value in compute())
-            found = self.held[key] = _Held(
-                owner, owner.forgotten, tuple(weights), _sign(weights), compute, values
-            )
+            values, shared = compute(), None
+            if any(source is one for one in self.sources):
+                values = tuple(map(_buffer, values))
+            else:
+                shared = owner.shared(weights, values)
+                values = shared.values
+            sign = _sign(weights)
+            found = _Held(owner, owner.forgotten, tuple(weights), sign, compute, values, shared)
+            self.held[key] = found
             self._settled = None
         return found.values
 
@@ -157,10 +197,11 @@ class Frame:
         touched = set(map(id, changed))
         if self._settled is not None and self._settled.sources.isdisjoint(touched) and self._settled.holds():
             return 0
-        count = 0
+        count, renewed = 0, not self._of_inputs().isdisjoint(touched)
         for (_, source), held in self.held.items():
             sign, forgotten = _sign(held.weights), held.owner.forgotten
-            if sign != held.sign or forgotten != held.forgotten or source in touched:
+            anew = source in touched or (renewed and held.shared is not None)
+            if sign != held.sign or forgotten != held.forgotten or anew:
                 for buffer, value in zip(held.values, held.compute(), strict=True):
                     buffer.copy_(value)
                 held.sign, held.forgotten = sign, forgotten

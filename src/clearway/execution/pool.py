@@ -50,6 +50,10 @@ class Graph:
             changed.append(mine)
         self.frame.refresh(changed)
 
+    def ready(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these inputs need to be copied alone: nothing that was computed once is to be made anew."""
+        return self.keeps(tensors) and self.frame.holds()
+
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
         """Whether all that was computed from its inputs once holds for these."""
         return all(_same(self.seen[index], tensors[index]) for index in self._sources())

@@ -143,7 +143,8 @@ def upsample(
     if args or kwargs or not twice or needs_gradient(block, x) or refuse_upsample(block):
         return own(block, hidden_states, output_size, *args, **kwargs)
     weight, phases = block.conv.weight, None
-    if x.is_cuda and upsample_conv.route(x, weight, block.conv.bias).name != REFERENCE:
+    routed = x.is_cuda and not torch.compiler.is_compiling()
+    if routed and upsample_conv.route(x, weight, block.conv.bias).name != REFERENCE:
         (phases,) = kept.of_weights((weight,), lambda: (made_phases(weight),))
     return upsample_conv(x, weight, block.conv.bias, phases)
 
