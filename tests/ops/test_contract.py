@@ -145,6 +145,18 @@ def test_the_default_table_of_a_device_lies_between() -> None:
     assert op.route(even, 5.0).name == "first"
 
 
+def test_of_empty_arguments_no_table_is_asked() -> None:
+    """Whose sizes and estimates divide by their elements."""
+    op, empty = toy(size_class=lambda x, factor: f"{1 // x.numel()}"), torch.ones(0, 4)
+    assert op.route(empty).name == "first"
+    op.default("cpu")(lambda x, factor: "second" if 1 // x.numel() else None)
+    assert op.route(empty).name == "reference" and op(empty).shape == (0, 4)
+    state.store_tuned("cpu", {op.name: {"torch.float32|0": "second"}})
+    assert op.route(empty).name == "reference"
+    assert [one.implementation for one in op.explain(empty) if one.taken] == ["reference"]
+    assert op.route(even).name == "second"
+
+
 def test_an_automatic_one_that_does_not_build_is_left_for_good(capsys: pytest.CaptureFixture[str]) -> None:
     op = toy()
     tried = []

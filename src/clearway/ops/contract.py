@@ -250,13 +250,18 @@ class Op:
         return self.reference
 
     def _preferred(self, kind: str, args: Case) -> str | None:
-        """What the tuned table says of these arguments, else the op's default table for the device."""
-        tuned = state.tuned(self.name, kind)
+        """What the tuned table says of these arguments, else the op's default table for the device. Of empty
+        ones no table is asked: its sizes and estimates may divide by their elements."""
+        tuned, default = state.tuned(self.name, kind), self.defaults.get(kind)
+        if not tuned and default is None:
+            return None
+        for arg in args:
+            if isinstance(arg, Tensor) and not arg.numel():
+                return REFERENCE
         if tuned:
             found = tuned.get(f"{args[0].dtype}|{self.size_class(*args)}")
             if found is not None:
                 return found
-        default = self.defaults.get(kind)
         return default(*args) if default else None
 
     def _takes(self, implementation: Implementation, kind: str, args: Case) -> bool:
