@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _cublaslt, _linear_choices, attention_torch, selftest
+from clearway.ops import _cublaslt, _linear_choices, ahead, attention_torch, selftest
 from clearway.ops._cublaslt import Choice, Failed, Shape
 from clearway.ops.contract import REFERENCE
 from clearway.ops.linear import inputs, linear
@@ -97,6 +97,16 @@ def test_without_a_choice_it_is_pytorch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_linear_choices, "choices", lambda: known)
     args = half(*inputs(16, 24, 2, 3))
     assert torch.equal(CUBLASLT.run(*args), F.linear(*args)) and known.asked and not known.ran
+
+
+def test_where_launches_are_left_out_it_is_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, outs = Known(Choice(3, bytes(64), 0)), list[Tensor]()
+    monkeypatch.setattr(_linear_choices, "choices", lambda: known)
+    args = half(*inputs(16, 24, 2, 3))
+    assert ahead.build(lambda: outs.append(CUBLASLT.run(*args))) == 0
+    assert torch.equal(outs[0], F.linear(*args)) and not known.asked and not known.ran
+    CUBLASLT.run(*args)
+    assert known.ran
 
 
 def test_memory_that_begins_at_odd_addresses_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

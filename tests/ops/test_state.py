@@ -217,3 +217,18 @@ def test_tables_on_trial_stand_in_and_are_gone_afterwards() -> None:
     assert state.tuned("stated", "cpu") == {"torch.float32|3": "one"}
     state.forget()
     assert state.tuned("stated", "cpu") == {"torch.float32|3": "one"}
+
+
+def test_what_is_known_to_be_wrong_is_so_where_nobody_waits_for_a_verdict(
+    made: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its dtype alone; the self-test's own process finds it anew."""
+    state.store_verdict(made, "cpu", False, "wide: wrong", ("bfloat16",))
+    args = {dtype: (torch.zeros(2, dtype=dtype),) for dtype in (torch.bfloat16, torch.float16)}
+    for _ in range(2):  # from memory, then from the disk
+        with state.trusting():
+            assert "wide: wrong" in str(state.verdict(made, "cpu", args[torch.bfloat16]))
+            assert state.verdict(made, "cpu", args[torch.float16]) is None
+        state.forget()
+    monkeypatch.setenv(state.INSIDE, "1")
+    assert state.verdict(made, "cpu", args[torch.bfloat16]) is None
