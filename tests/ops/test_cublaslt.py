@@ -134,6 +134,9 @@ def found_anew() -> Any:
 def test_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert found_anew() == "this PyTorch is built without CUDA"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in found_anew()
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "99.0")
     monkeypatch.setattr(_cublaslt, "_folders", lambda: iter(()))
     assert "libcublasLt.so.99 cannot be used: " in found_anew()

@@ -48,6 +48,14 @@ def test_what_it_takes() -> None:
     assert "(N, 0)" in str(refused(CUBLASLT, (torch.ones((), dtype=torch.float16), weight.detach(), bias)))
 
 
+def test_rows_of_no_elements_are_refused_with_a_sentence() -> None:
+    x, weight, bias = torch.zeros(4, 0), torch.zeros(24, 0), torch.zeros(24)
+    assert "no elements" in str(CUBLASLT.refuse(x.half(), weight.half(), bias.half()))
+    assert (
+        torch.equal(linear(x, weight, bias), torch.zeros(4, 24)) and linear.bytes_moved(x, weight, bias) == 0
+    )
+
+
 def test_sums_in_float16_are_the_caller_s_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     args = tuple(arg.half() for arg in inputs(16, 24, 4))
     matmul = SimpleNamespace(allow_fp16_accumulation=True)

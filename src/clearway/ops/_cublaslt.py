@@ -265,6 +265,8 @@ def binding() -> CublasLt:
 @functools.cache
 def _library() -> Library | str:
     """The library, or why there is none."""
+    if torch.version.hip is not None:
+        return "this PyTorch is built for ROCm, which has no cuBLASLt"
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     name = _name(int(torch.version.cuda.partition(".")[0]))

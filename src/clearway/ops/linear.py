@@ -69,6 +69,7 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "cublaslt", "multiples of 8", (x, weight[:12], bias[:12])
     yield "cublaslt", "multiples of 8", (x[:, :12].contiguous(), weight[:, :12].contiguous(), bias)
     yield "cublaslt", "(N, 16)", (x, weight[:, :8], bias)
+    yield "cublaslt", "empty", (x[:, :0], weight[:, :0], bias)
     yield "cublaslt", "(24,)", (x, weight, bias[:8])
     yield "cublaslt", "contiguous", (x[::2], weight, bias)
     yield "cublaslt", "contiguous", (x[:, :8], weight[:, :8], bias)
@@ -79,7 +80,7 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     cases=cases,
     refusals=refusals,
     bytes_moved=lambda x, weight, bias: (
-        x.nbytes + weight.nbytes + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
+        x.nbytes + weight.nbytes + x.numel() // max(x.shape[-1], 1) * weight.shape[0] * x.element_size()
     ),
     flops=lambda x, weight, bias: 2 * x.numel() * weight.shape[0],
     size_class=lambda x, weight, bias: (
@@ -105,6 +106,8 @@ def _refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; it takes (N, {(0, *x.shape)[-1]})"
     outputs, width = weight.shape
+    if not width:
+        return "x and weight have rows of no elements"
     if bias is not None and bias.shape != (outputs,):
         return f"bias is {tuple(bias.shape)}; it takes ({outputs},)"
     if outputs % MULTIPLE or width % MULTIPLE:
