@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,26 @@ def test_a_place_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "file"))
     assert not home.write_json({}, "x.json")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_several_who_create_a_file_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, links: bool
+) -> None:
+    def none(*_: object) -> None:
+        raise PermissionError("operation not permitted")
+
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path))
+    if not links:  # as on FAT
+        monkeypatch.setattr(os, "link", none)
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(lambda number: home.create_json({"number": number}, "a", "x.json"), range(8)))
+    assert done.count(True) == 1 and home.read_json("a", "x.json") == {"number": done.index(True)}
+    assert [path.name for path in (tmp_path / home.LAYOUT / "a").iterdir()] == ["x.json"]
+    home.path("a", "x.json").write_text("{")
+    assert not home.create_json({}, "a", "x.json") and home.read_json("a", "x.json") == {}  # damaged or not
+    home.path("file").write_text("")
+    assert not home.create_json({}, "file", "x.json")
 
 
 def test_a_failed_move_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,29 @@ def read_json(*parts: str) -> dict[str, Any]:
 
 def write_json(value: dict[str, Any], *parts: str) -> bool:
     """Stores `value` at `parts` in one move; False where the disk does not allow it (go on without)."""
-    target = path(*parts)
+    return _stored(value, path(*parts), os.replace)
+
+
+def create_json(value: dict[str, Any], *parts: str) -> bool:
+    """Stores `value` at `parts` unless something is there: of several processes one does. False where there
+    is, or where the disk does not allow it.
+    """
+    return _stored(value, path(*parts), _placed)
+
+
+def _placed(name: str, target: Path) -> None:
+    """Moves a file to where there is none; FileExistsError where there is one."""
+    try:
+        os.link(name, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: whoever reads it half written takes it for damaged
+        with open(name, "rb") as source, open(target, "xb") as file:
+            file.write(source.read())
+    os.unlink(name)
+
+
+def _stored(value: dict[str, Any], target: Path, move: Callable[[str, Path], None]) -> bool:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -80,7 +103,7 @@ def write_json(value: dict[str, Any], *parts: str) -> bool:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, sort_keys=True)
-        os.replace(name, target)
+        move(name, target)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(name)
