@@ -17,9 +17,11 @@ from torch.nn import functional as F
 import evidence
 from clearway.ops import _triton, attention_torch
 from clearway.ops import convolution_gluon as source
+from clearway.ops._cases import loose
 from clearway.ops._described import Described
+from clearway.ops._implementation import same_layout
 from clearway.ops.convolution_gluon import SPLITS, TILES, Plan, plan
-from clearway.ops.upsample_conv import phases_of
+from clearway.ops.upsample_conv import phases_of, upsample_conv
 
 
 @pytest.fixture
@@ -36,7 +38,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def block(part: Described, at: list[int], fill: Tensor | None = None) -> Tensor:
-    """A block of a described tensor, zeros beyond it; with `fill` it is written, and what is beyond lost."""
+    """A block of a described tensor, zeros beyond it; with `fill` it is written, and what is beyond lost.
+
+    By the strides that the copy engine is told, which takes them in 16 bytes.
+    """
+    strides = part.strides()
+    assert strides[-1] == 1 and all(step * part.tensor.element_size() % 16 == 0 for step in strides[:-1])
+    whole = part.tensor.as_strided(part.tensor.shape, strides)
     read = torch.zeros(part.block, dtype=part.tensor.dtype)
     inside, there = [], []
     for start, size, limit in zip(at, part.block, part.tensor.shape, strict=True):
@@ -44,8 +52,8 @@ def block(part: Described, at: list[int], fill: Tensor | None = None) -> Tensor:
         there.append(slice(first, max(last, first)))
         inside.append(slice(first - start, max(last, first) - start))
     if fill is not None:
-        part.tensor[tuple(there)] = fill.reshape(part.block)[tuple(inside)].to(part.tensor.dtype)
-    read[tuple(inside)] = part.tensor[tuple(there)]
+        whole[tuple(there)] = fill.reshape(part.block)[tuple(inside)].to(whole.dtype)
+    read[tuple(inside)] = whole[tuple(there)]
     return read
 
 
@@ -128,6 +136,26 @@ def test_phases_are_written_where_they_belong(
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=6e-3)
     assert all(one["SIDE"] == 2 for one in emulated if one["name"] == "_convolve")
     evidence.note("upsample_conv", "gluon", "emulated", "CPU")
+
+
+@pytest.mark.parametrize("size", [(2, 1, 1), (1, 1, 9), (1, 9, 1), (1, 1, 1)])
+def test_strides_along_axes_of_length_1_may_be_any(
+    emulated: list[dict[str, Any]], size: tuple[int, int, int]
+) -> None:
+    """PyTorch calls such tensors channels-last."""
+    batch, *sides = size
+    x, weight, bias = loose(drawn(batch, 64, *sides)), drawn(160, 64, 3, 3, fan=576), drawn(160)
+    assert source.refuse(x, weight) is None
+    wanted = F.conv2d(x.float(), weight.float(), padding=1)
+    torch.testing.assert_close(source.run(x, weight).float(), wanted, rtol=0, atol=4e-3)
+    large = F.interpolate(x.float(), scale_factor=2.0)
+    wanted = F.conv2d(large, weight.float(), bias.float(), padding=1)
+    upsampler = next(one for one in upsample_conv.implementations if one.name == "gluon")
+    assert upsampler.refuse(x, weight, bias, phases_of(weight)) is None
+    found = upsampler.run(x, weight, bias, phases_of(weight))
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=6e-3)
+    assert same_layout(found, upsample_conv.reference.run(x, weight, bias))
+    assert emulated
 
 
 @pytest.mark.parametrize("side", [2, 3])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from clearway.ops import _triton, geglu_linear
+from clearway.ops._cases import loose
 from clearway.ops._described import Described
 from clearway.ops.contract import REFERENCE
 from clearway.ops.geglu_linear import inputs, use
@@ -53,6 +54,20 @@ def test_a_launch_covers_all_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -
     assert (programs, down, tiles, outputs, blocks) == (132, 8, 160, 2560, 10)
     stage = 2 * given["BLOCK_K"] * (given["ROWS"] + 2 * given["COLUMNS"])
     assert given["STAGES"] * stage + 2 * given["ROWS"] * given["COLUMNS"] + 1024 <= 227 * 1024
+
+
+def test_strides_along_axes_of_length_1_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[Described] = []
+    monkeypatch.setattr(
+        _triton.Kernel,
+        "launch",
+        lambda self, grid, *args, **given: parts.extend(a for a in args if isinstance(a, Described)),
+    )
+    x, weight, bias = (arg.half() for arg in inputs((1, 1), 64, 128))
+    for one in (loose(x), loose(x)[0], x.as_strided((1, 1, 64), (3, 5, 1))):
+        assert geglu_linear._refuse(one, weight, bias) is None
+        geglu_linear._gluon_run(one, weight, bias)
+    assert [part.strides() for part in parts] == [[64, 1], [64, 1], [128, 1]] * 3
 
 
 def test_off_the_gpu_it_is_pytorchs() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """`tensor`, its last axis contiguous and every other stride a multiple of 16 bytes, in blocks of
-    `block`."""
+    """`tensor`, its last axis contiguous and every other stride a multiple of 16 bytes, in blocks of `block`;
+    strides of axes of length 1, which lead nowhere, may be any."""
 
     tensor: Tensor
     block: tuple[int, ...]
@@ -22,11 +22,23 @@ class Described:
         """What Triton tells descriptors apart by."""
         return self.tensor.dtype, self.block
 
+    def strides(self) -> list[int]:
+        """The tensor's strides; those of axes of length 1 are what they would be were it dense there. PyTorch
+        gives these any value, and the copy engine takes none that is no multiple of 16 bytes."""
+        strides = list(self.tensor.stride())
+        if 1 in self.tensor.shape:
+            step = 1
+            for axis in reversed(range(len(strides))):
+                if self.tensor.shape[axis] == 1:
+                    strides[axis] = step
+                step = strides[axis] * self.tensor.shape[axis]
+        return strides
+
     def made(self, base: Any = None) -> Any:
         """Triton's own object; `base` stands for the tensor where nothing is to be run."""
         kind, layout = _kind(self.tensor.dtype, self.block)
-        shape, strides = list(self.tensor.shape), list(self.tensor.stride())
-        return kind(self.tensor if base is None else base, shape, strides, list(self.block), layout)
+        shape = list(self.tensor.shape)
+        return kind(self.tensor if base is None else base, shape, self.strides(), list(self.block), layout)
 
 
 @functools.cache

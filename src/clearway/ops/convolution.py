@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearway.ops import _gluon, convolution_gluon
-from clearway.ops._cases import normal
+from clearway.ops._cases import loose, normal
 from clearway.ops.contract import REFERENCE, Case, Given, op
 
 
@@ -38,6 +38,9 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "tiles with pixels beyond the image", inputs(2, 64, 160, 5, 7)
     yield "several tiles", inputs(3, 64, 160, 9, 12)
     yield "tiles of 160", inputs(2, 64, 160, 8, 8)
+    yield "one pixel of 64 channels", inputs(2, 64, 160, 1, 1)
+    x, weight = inputs(1, 64, 160, 1, 7)
+    yield "one row, whatever its stride", (loose(x), weight)
     yield "few channels", inputs(1, 3, 5, 4, 7)
     yield "contiguous", inputs(1, 64, 64, 3, 5, last=False)
     yield "every second column", (inputs(1, 8, 4, 6, 12)[0][..., ::2], inputs(1, 8, 4, 1, 1)[1])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearway.ops import _gluon, attention_torch
-from clearway.ops._cases import normal
+from clearway.ops._cases import loose, normal
 from clearway.ops._described import Described
 from clearway.ops._gluon import HOPPER, PROCESSORS, counting, gl, hopper, processors
 from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype
@@ -51,6 +51,8 @@ def cases() -> Iterator[tuple[str, Given]]:
     _, *rest = inputs((6,), 24, 8)
     yield "every second row", (normal(12, 24)[::2], *rest)
     yield "one tile", inputs((100,), 64, 128)
+    x, *rest = inputs((1, 1), 64, 128)
+    yield "one row, whatever its stride", (loose(x), *rest)
     yield "several tiles", inputs((3, 60), 128, 256)
     yield "SD1.5 64x64", lambda: inputs((2, 4096), 320, 1280)
     yield "SD1.5 32x32", lambda: inputs((2, 1024), 640, 2560)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearway.ops import _gluon, _triton, convolution_gluon
-from clearway.ops._cases import normal
+from clearway.ops._cases import loose, normal
 from clearway.ops._layout import image_format, refuse_alike, refuse_dtype
 from clearway.ops._triton import counting, kernel, tl
 from clearway.ops.contract import Case, Given, op
@@ -42,6 +42,9 @@ def cases() -> Iterator[tuple[str, Given]]:
     yield "no bias", (*inputs(1, 8, 8, 5, 6, last=True)[:2], None)
     yield "several blocks", inputs(1, 16, 80, 20, 36, last=True)
     yield "tiles of 160", inputs(2, 64, 160, 8, 12, last=True)
+    yield "one pixel of 64 channels", inputs(2, 64, 160, 1, 1, last=True)
+    x, *rest = inputs(1, 64, 160, 1, 12, last=True)
+    yield "one row, whatever its stride", (loose(x), *rest)
     x, *rest = inputs(1, 8, 4, 6, 12)
     yield "every second column", (x[..., ::2], *rest)
     yield "SD1.5 8x8", lambda: inputs(2, 1280, 1280, 8, 8, last=True)
@@ -58,6 +61,13 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
         yield name, "3x3", (x, weight[..., :1], bias)
         yield name, "agree", (x, weight.double(), bias)
     y, wide, plus = (arg.half() for arg in inputs(1, 64, 160, 4, 8, last=True))
+    yield "phases", "one of 4", (x, weight, bias[:3])
+    yield "triton", "contiguous", (x, weight, normal(8)[::2])
+    yield "gluon", "one of 160", (y, wide, plus[:80])
+    yield "gluon", "contiguous", (y, wide, normal(320).half()[::2])
+    yield "gluon", "bias does not begin", (y, wide, normal(161).half()[1:])
+    unaligned = torch.zeros(1 + 640 * 64 * 4).half()[1:].view(-1, 2, 2, 64).permute(0, 3, 1, 2)
+    yield "gluon", "phases does not begin", (y, wide, plus, unaligned)
     yield "gluon", "float32", (y.float(), wide.float(), plus.float())
     yield "gluon", "multiples of 160", (y, wide[:40], plus[:40])
     yield "gluon", "channels-last", (y, wide, plus, phases_of(wide).contiguous())
@@ -107,6 +117,8 @@ def _refuse(
         return f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; it takes (N, C, H, W) and 3x3 taps of C"
     if phases is not None and phases.shape != (4 * weight.shape[0], weight.shape[1], 2, 2):
         return f"phases is {tuple(phases.shape)}; it takes what phases_of(weight) gives"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias is {tuple(bias.shape)}; it takes one of {weight.shape[0]}"
     return refuse_alike(x, weight=weight, bias=bias, phases=phases)
 
 
@@ -169,6 +181,8 @@ def _refuse_triton(
 ) -> str | None:
     if x.shape[0] > 65535:
         return f"x has {x.shape[0]} images; it takes up to 65535"
+    if bias is not None and not bias.is_contiguous():
+        return f"bias has strides {bias.stride()}; it takes a contiguous one"
     return refuse_dtype("x", x, _triton.DTYPES) or _refuse(x, weight, bias, phases)
 
 
@@ -205,9 +219,16 @@ def _refuse_gluon(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, phases: Tensor | None = None
 ) -> str | None:
     reason = _refuse(x, weight, bias, phases) or convolution_gluon.refuse(x, weight)
-    if reason is None and phases is not None and not phases.is_contiguous(memory_format=torch.channels_last):
-        reason = f"strides of phases are {phases.stride()}; it takes channels-last ones"
-    return reason
+    if reason is not None:
+        return reason
+    if phases is not None and not phases.is_contiguous(memory_format=torch.channels_last):
+        return f"strides of phases are {phases.stride()}; it takes channels-last ones"
+    if bias is not None and not bias.is_contiguous():
+        return f"bias has strides {bias.stride()}; it takes a contiguous one"
+    for name, arg in (("phases", phases), ("bias", bias)):
+        if arg is not None and arg.data_ptr() % 16:
+            return f"{name} does not begin at a multiple of 16 bytes"
+    return None
 
 
 @upsample_conv.implementation(
@@ -219,7 +240,8 @@ def _refuse_gluon(
 )
 def _gluon_run(x: Tensor, weight: Tensor, bias: Tensor | None, phases: Tensor | None) -> Tensor:
     """Each phase's tiles written where they belong: no pass after the convolution."""
-    return convolution_gluon.run_phases(x, _phases(weight) if phases is None else phases, bias)
+    out = convolution_gluon.run_phases(x, _phases(weight) if phases is None else phases, bias)
+    return out.contiguous(memory_format=image_format(x))  # a copy of images of one pixel, which are both
 
 
 def made_phases(weight: Tensor) -> Tensor:
