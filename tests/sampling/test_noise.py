@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clearway.errors import RequestError
-from clearway.sampling import ImageNoise, brownian_noise, noise_for, schedule
-from clearway.sampling.noise import _moved
+from clearway.sampling import ImageNoise, brownian, brownian_noise, noise_for, schedule
+from clearway.sampling import noise as noise_module
+from clearway.sampling.noise import _aside, _moved
 
 SIGMAS = torch.tensor([12.0, 5.0, 2.0, 0.5, 0.0])
 seeds_lists = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5)
@@ -123,6 +125,76 @@ def test_noise_made_on_the_cpu_is_kept_until_another_device_has_it() -> None:
     )
     assert _moved(drawn, torch.device("meta"), torch.float32, in_flight).device.type == "meta"
     assert in_flight[0] is drawn
+
+
+class FakeStream:
+    """What is asked of a stream, noted in `asked`."""
+
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.name = f"{'beside' if priority else 'current'} {device}"
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.asked.append((self.name, other.name))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """CUDA's streams without CUDA; gives (who waits, for whom)."""
+    monkeypatch.setattr(FakeStream, "asked", [])
+    monkeypatch.setattr(noise_module, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return FakeStream.asked
+
+
+class FakeTensor:
+    """A tensor on a CUDA device, as far as it is handed over."""
+
+    is_cuda = True
+
+    def __init__(self, device: str) -> None:
+        self.device, self.recorded = torch.device(device), ""
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.recorded = stream.name
+
+
+def test_what_is_drawn_beside_belongs_to_the_stream_where_it_is_read(streams: list[tuple[str, str]]) -> None:
+    """On its own device, on another, or on the CPU, where a plain copy waited for it and knows no streams."""
+    for where in ("cuda:0", "cuda:1"):
+        made = FakeTensor(where)
+        with _aside(torch.device("cuda:0")) as handed:
+            assert handed(made) is made  # type: ignore[arg-type,comparison-overlap]
+        assert made.recorded == f"current {where}"
+    assert streams == [("current cuda:0", "beside cuda:0"), ("current cuda:1", "beside cuda:0")]
+    on_cpu = torch.zeros(2)
+    with _aside(torch.device("cuda:0")) as handed:
+        assert handed(on_cpu) is on_cpu
+    assert len(streams) == 2 and list(noise_module._streams) == [torch.device("cuda:0")]
+
+
+def test_a_path_stays_on_the_device_that_was_current(
+    streams: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn_on: list[torch.device] = []
+
+    class Tree:
+        def __init__(self, *args: object, device: torch.device, **given: object) -> None:
+            drawn_on.append(device)
+
+        def increment(self, before: float, after: float) -> torch.Tensor:
+            return torch.ones(1, 2, 3, 3)
+
+    monkeypatch.setattr(brownian, "BrownianTree", Tree)
+    noise = brownian_noise(torch.zeros(1, 2, 3, 3), SIGMAS, [1], device="cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert noise(5.0, 2.0).device.type == "cpu"
+    assert drawn_on == [torch.device("cuda:1")] == list(noise_module._streams)
 
 
 @pytest.mark.mps

@@ -106,6 +106,8 @@ def brownian_noise(
         raise RequestError("Brownian noise needs a sigma above 0, found none")
     emulated = device == PHILOX
     where = torch.device("cpu" if emulated else x.device if device is None else device)
+    if where.type == "cuda" and where.index is None:  # without one it is whichever is current at a draw
+        where = torch.device("cuda", torch.cuda.current_device())
     with _aside(where):  # its memory is that stream's
         tree = BrownianTree(
             min(levels),
@@ -138,15 +140,17 @@ def _aside(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         yield lambda made: made
         return
-    current = torch.cuda.current_stream(device)
+    before = torch.cuda.current_stream(device)
     if device not in _streams:
         # of high priority: its small kernels go first, and no capture takes a stream of that kind
         _streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     stream = _streams[device]
 
     def handed(made: Tensor) -> Tensor:
-        current.wait_stream(stream)
-        made.record_stream(current)  # its memory is not given away before that is done with it
+        if made.is_cuda:  # on the CPU the copy was waited for
+            current = before if made.device == device else torch.cuda.current_stream(made.device)
+            current.wait_stream(stream)
+            made.record_stream(current)  # its memory is not given away before that is done with it
         return made
 
     with torch.cuda.stream(stream):
