@@ -20,3 +20,12 @@ def test_pictures_are_laid_end_to_end_and_totals_are_the_last() -> None:
     assert result.timings_ms == {"vae": 2.0} and result.routes == {"vae/eager": 2}
     assert result.notes == ("a",)
     assert [image.size for image in result.pillow()] == [(16, 8), (16, 8)]
+
+
+def test_what_a_listener_was_given_is_not_the_joined_ones() -> None:
+    for groups in ([group(1, "a")], [group(1, "a"), group(2, "b")]):
+        result = joined(groups, told=True)
+        result.images[:] = 9
+        assert [int(one.images.max()) for one in groups] == [one.seeds[0] for one in groups]
+    alone = group(1, "a")
+    assert joined([alone]).images is alone.images  # nobody else has it, so it is not copied

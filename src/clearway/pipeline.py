@@ -158,7 +158,7 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None, given: Mode
             )
             if on_event:
                 on_event(PicturesDone(results[-1]))
-    return joined(results)
+    return joined(results, told=on_event is not None)
 
 
 def check(request: Request) -> Request:

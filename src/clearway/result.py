@@ -41,14 +41,17 @@ class Result:
         return [Image.fromarray(image) for image in self.images]
 
 
-def joined(results: Sequence[Result]) -> Result:
-    """One result of a generation's groups; timings and routes are the last one's, which are totals."""
+def joined(results: Sequence[Result], told: bool = False) -> Result:
+    """One result of a generation's groups; timings and routes are the last one's, which are totals.
+
+    With `told` somebody has the groups' results, whose pictures then are none of these: either may be changed.
+    """
     import numpy as np
 
     last = results[-1]
     images = [result.images for result in results]
     return Result(
-        images=np.concatenate(images) if len(images) > 1 else images[0],
+        images=np.concatenate(images) if told or len(images) > 1 else images[0],
         seeds=tuple(seed for result in results for seed in result.seeds),
         infotexts=tuple(text for result in results for text in result.infotexts),
         request=last.request,

@@ -197,6 +197,19 @@ def test_events_arrive_in_order_and_pictures_as_they_are_done(sd1: Model) -> Non
     assert names == ["prompt", "text", "schedule", *["noise", "sampling", "vae"] * 2]
 
 
+def test_pictures_that_an_event_brought_are_not_the_results(sd1: Model) -> None:
+    """One group too: changing either leaves the other as it was."""
+    brought: list[np.ndarray] = []
+
+    def keep(event: object) -> None:
+        if isinstance(event, PicturesDone):
+            brought.append(event.result.images)
+
+    result = clearway.generate(change(steps=1), sd1, keep)
+    assert len(brought) == 1 and np.array_equal(brought[0], result.images)
+    assert not np.shares_memory(brought[0], result.images)
+
+
 def test_cancelling_stops_after_the_step(sd1: Model) -> None:
     def stop(event: object) -> None:
         if isinstance(event, StepDone) and event.step == 2:
