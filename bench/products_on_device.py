@@ -7,14 +7,15 @@ graph and its replays timed between two events, contenders taking turns; fp16, r
 says where the figures come from, then one JSON line a product, written at once: microseconds of a call
 (median) by contender, "linear" being F.linear and numbers the heuristic's order; the memset nodes that a call
 has in its graph; how far results are from float64's, as a ratio of norms, beside F.linear's; then what the op
-would choose by its own trial, and how long that takes. With `--device cpu --small` two small products run, by
-F.linear alone.
+would choose by its own trial, the times that it finds, and how long that takes. With `--device cpu --small`
+two small products run, by F.linear alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import hashlib
 import os
 import statistics
@@ -82,7 +83,7 @@ def measure(run: Run, rows: int, outputs: int, inputs: int, biased: bool) -> Non
         for name, taken in in_turns(run, ready).items()
     }
     if run.kind == "cuda":
-        told["trial"] = tried(shape, x, weight, bias)
+        told["trial"] = tried(shape, x.device)
     own = errors.get(LINEAR, float("nan"))
     run.write(
         part="product",
@@ -149,14 +150,14 @@ def made(
         return {name: chained(each) for name, each in calls.items()}
     ready: dict[str, Call] = {}
     nodes: dict[str, Any] = {}
-    stream = _linear_trial.capturable(torch.cuda.current_stream())
+    stream = capturing()
     stream.wait_stream(torch.cuda.current_stream())
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
         for name, each in calls.items():
             each[0]()
             try:
-                graph = _linear_trial.captured(each, pool, keep_graph=True)
+                graph = captured(each, pool)
                 nodes[name] = memsets_in(graph, len(each))
                 graph.instantiate()
                 ready[name] = graph.replay
@@ -167,6 +168,24 @@ def made(
     torch.cuda.current_stream().wait_stream(stream)
     told["memsets"] = {name: count for name, count in nodes.items() if count != 0}
     return ready
+
+
+@functools.cache
+def capturing() -> Any:
+    """One stream for all captures: each has a workspace of cuBLAS's to the end of the process."""
+    return torch.cuda.Stream()
+
+
+def captured(calls: Calls, pool: Any) -> Any:
+    """A graph of the calls, not instantiated yet, captured on the current stream."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        for call in calls:
+            call()
+    finally:
+        graph.capture_end()
+    return graph
 
 
 def memsets_in(graph: Any, calls: int) -> float | str:
@@ -188,15 +207,26 @@ def memsets_in(graph: Any, calls: int) -> float | str:
         return f"{type(error).__name__}: {error}"[:100]
 
 
-def tried(shape: _cublaslt.Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    """What the op's own trial chooses, and the milliseconds that it takes with all around it."""
+def tried(shape: _cublaslt.Shape, where: torch.device) -> dict[str, Any]:
+    """What the op's own trial chooses, the microseconds it finds, and the milliseconds that it takes with all
+    around it."""
+    took: dict[int, float] = {}
+
+    def times(contenders: Mapping[int, Calls]) -> dict[int, float]:
+        took.update(_linear_trial.times(contenders))
+        return took
+
     torch.cuda.synchronize()
     began = time.perf_counter()
-    found = _linear_choices.Choices(_cublaslt.binding()).of(shape, x, weight, bias)
+    found = _linear_choices.Choices(_cublaslt.binding(), times).of(shape, where)
     torch.cuda.synchronize()
     return {
         "number": None if found is None else found.number,
         "ms": round(1e3 * (time.perf_counter() - began), 1),
+        "us": {
+            LINEAR if number == _linear_choices.LINEAR else str(number): round(1e3 * ms, 2)
+            for number, ms in took.items()
+        },
     }
 
 

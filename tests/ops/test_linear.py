@@ -68,15 +68,16 @@ class Known:
 
     def __init__(self, choice: Choice | None) -> None:
         self.choice = choice
-        self.asked: list[tuple[Shape, torch.Size]] = []
+        self.asked: list[tuple[Shape, torch.device]] = []
         self.ran: list[Choice] = []
         self.binding = self
 
-    def of(self, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Choice | None:
-        self.asked.append((shape, x.shape))
+    def of(self, shape: Shape, device: torch.device) -> Choice | None:
+        self.asked.append((shape, device))
         return self.choice
 
     def run(self, shape: Shape, choice: Choice, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert x.shape == (shape.rows, shape.inputs)
         self.ran.append(choice)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
 
@@ -96,7 +97,7 @@ def test_a_choice_is_taken_on_rows(
     out = CUBLASLT.run(*args)
     torch.testing.assert_close(out, F.linear(*args))
     assert out.shape == (*leading, 24) and known.ran == [known.choice]
-    assert known.asked == [(Shape(-1, torch.float16, 6, 24, 16, bias), torch.Size((6, 16)))]
+    assert known.asked == [(Shape(-1, torch.float16, 6, 24, 16, bias), torch.device("cpu"))]
     assert selftest.problem(linear, CUBLASLT, args) == ""
 
 

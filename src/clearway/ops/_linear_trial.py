@@ -1,14 +1,14 @@
-"""How long contenders for one linear layer take: graphs of several calls, one after the other, in turns.
+"""How long contenders for one linear layer take: several calls of each in a row, in turns.
 
-A kernel timed alone hides what it costs in a captured network: some of cuBLASLt's choices zero a counter
-beforehand, and the GPU idles between the two. Each call of a graph has inputs of its own, copies that
-together are more than the cache holds, as a network's weights are. The shortest of several turns counts,
-since whatever else the GPU does only adds to it.
+A kernel timed alone hides what it costs in a network: some of cuBLASLt's choices zero a counter beforehand,
+and the GPU idles between the two. So the calls lie ready in the stream, behind a kernel that only waits,
+before the first of them runs, as in a captured graph; nothing is captured, which would need memory of its own
+and to be undone where it fails. Each call has inputs of its own, together more than the cache holds, as a
+network's weights are. The shortest of several turns counts, since whatever else the GPU does only adds to it.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +20,14 @@ Call = Callable[[], Any]
 CACHE = 1.25
 """Copies of the inputs take so many times what the cache holds."""
 LEAST, MOST = 4, 32
-"""Calls of a graph."""
+"""Calls in a row."""
 TURNS = 7
 LIMIT_MS = 10.0
 """No further turn after so much time of the device."""
 NEAR = 1.15
 """What takes so many times the fastest in the first turn is not timed again."""
+WAIT_CYCLES, MOST_CYCLES = 2**15, 2**24
+"""What the device waits for a call of the host's, some 20 µs at 1.5 GHz, and at most altogether."""
 
 
 def copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[tuple[Tensor, ...]]:
@@ -40,46 +42,25 @@ def cache_bytes(index: int) -> int:
     return int(getattr(torch.cuda.get_device_properties(index), "L2_cache_size", 0)) or 2**26
 
 
-def times(contenders: Mapping[int, Sequence[Call]]) -> dict[int, float]:
-    """Milliseconds of a call of each, on the current CUDA device; calls were made before.
-
-    Waits for the device. What was allocated for it is given back. Those that were much slower than the
-    fastest in the first turn are left at that.
-    """
-    current = torch.cuda.current_stream()
-    alone = capturable(current)
-    pool, graphs = torch.cuda.graph_pool_handle(), dict[int, Any]()
-    alone.wait_stream(current)
+def settle() -> None:
+    """Waits for the current stream. Raises a fault of the device: it stays, any later call says it again."""
     try:
-        with torch.cuda.stream(alone):
-            for calls in contenders.values():
-                calls[0]()  # its workspace on this stream is made here, not in the graph
-            for name, calls in contenders.items():
-                graphs[name] = captured(calls, pool)
-            for graph in graphs.values():
-                graph.replay()
-            found = in_turns({name: timed(graph.replay) for name, graph in graphs.items()})
-    finally:
-        current.wait_stream(alone)
-        for graph in graphs.values():
-            graph.reset()
-        with contextlib.suppress(RuntimeError):  # another thread captures: what is cached stays so
-            torch.cuda.empty_cache()
+        torch.cuda.current_stream().synchronize()
+    except RuntimeError as error:
+        if "captur" not in str(error).lower():  # a capture in another thread may forbid it: no fault
+            raise
+
+
+def times(contenders: Mapping[int, Sequence[Call]]) -> dict[int, float]:
+    """Milliseconds of a call of each, on the current CUDA device and stream.
+
+    Waits for the device. Those that were much slower than the fastest in the first turn are left at that.
+    """
+    for calls in contenders.values():  # what is made or loaded at a first call
+        for call in calls:
+            call()
+    found = in_turns({name: timed(calls) for name, calls in contenders.items()})
     return {name: ms / len(contenders[name]) for name, ms in found.items()}
-
-
-def capturable(stream: Any) -> Any:
-    """The stream, or where it is the device's default one, which cannot be captured, the same other one each
-    time: every stream has a workspace of cuBLAS's (32 MiB on Hopper) to the end of the process."""
-    if stream != torch.cuda.default_stream():
-        return stream
-    index = torch.cuda.current_device()
-    if index not in _streams:
-        _streams[index] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return _streams[index]
-
-
-_streams: dict[int, Any] = {}
 
 
 def in_turns(clocks: Mapping[int, Callable[[], float]]) -> dict[int, float]:
@@ -99,27 +80,27 @@ def in_turns(clocks: Mapping[int, Callable[[], float]]) -> dict[int, float]:
     return found
 
 
-def captured(calls: Sequence[Call], pool: Any = None, **kwargs: Any) -> Any:
-    """A graph of the calls, captured on the current stream, which is not the default one."""
-    graph = torch.cuda.CUDAGraph(**kwargs)
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        for call in calls:
-            call()
-    finally:
-        graph.capture_end()
-    return graph
+def timed(calls: Sequence[Call]) -> Callable[[], float]:
+    """A function that makes the calls once and gives the milliseconds that the device took for them.
 
-
-def timed(replay: Call) -> Callable[[], float]:
-    """A function that replays once and gives the milliseconds."""
+    Where it began before the host had asked for all of them, it is the host's time: they are made again, and
+    the device waits for longer.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    cycles = min(WAIT_CYCLES * len(calls), MOST_CYCLES)
 
     def clock() -> float:
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        nonlocal cycles
+        while True:
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            start.record()
+            for call in calls:
+                call()
+            end.record()
+            ready = not start.query()  # type: ignore[no-untyped-call]
+            end.synchronize()
+            if ready or cycles >= MOST_CYCLES:
+                return float(start.elapsed_time(end))
+            cycles = min(2 * cycles, MOST_CYCLES)
 
     return clock

@@ -145,10 +145,10 @@ def _cublaslt_run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     shape = Shape(x.get_device(), x.dtype, rows, outputs, width, bias is not None)
     try:
         known = _linear_choices.choices()
-        flat = x if x.dim() == 2 else x.view(rows, width)
-        choice = known.of(shape, flat, weight, bias)
+        choice = known.of(shape, x.device)
         if choice is None:
             return F.linear(x, weight, bias)
+        flat = x if x.dim() == 2 else x.view(rows, width)
         return known.binding.run(shape, choice, flat, weight, bias).view(*x.shape[:-1], outputs)
     except Failed as error:
         raise BuildError(str(error)) from error
