@@ -44,7 +44,8 @@ class Result:
 def joined(results: Sequence[Result], told: bool = False) -> Result:
     """One result of a generation's groups; timings and routes are the last one's, which are totals.
 
-    With `told` somebody has the groups' results, whose pictures then are none of these: either may be changed.
+    With `told` somebody has the groups' results, whose pictures are then none of these: either may be
+    changed.
     """
     import numpy as np
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,16 @@ def test_backends_on_cuda_say_what_they_cannot() -> None:
     assert "not contiguous" in on("cuda", q.transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3))["cudnn"]
     q = q.clone().requires_grad_()
     assert "pytorch#196678" in on("cuda", q, k, v)["cudnn"]
+
+
+def test_rocm_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives it the GPU's version, which for gfx90a looks like Hopper's."""
+    monkeypatch.setattr(attention_torch, "_capability", lambda index: (9, 0))
+    there = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert attention_torch.capability(there) == (9, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert attention_torch.capability(there) is None
 
 
 def test_capability_gates(monkeypatch: pytest.MonkeyPatch) -> None:

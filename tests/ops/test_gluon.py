@@ -35,8 +35,10 @@ def test_described_arguments_become_descriptors() -> None:
         ({"interpret": True}, "does not interpret Gluon"),
         ({"triton": "triton is not installed (pip install triton)"}, "not installed"),
         ({"gluon": False}, "no Gluon"),
+        ({"rocm": "6.4"}, "ROCm"),
         ({"devices": [(8, 9), (12, 0)]}, "for Hopper"),
-        ({"devices": [(8, 9), (9, 0)]}, None),
+        ({"devices": [(8, 9), (9, 0)]}, "cuda:0, where kernels are tested, has 8.9"),
+        ({"devices": [(9, 0), (8, 9)]}, None),
     ],
 )
 def test_what_is_absent_is_a_sentence(
@@ -54,7 +56,7 @@ def test_what_is_absent_is_a_sentence(
         "find_spec",
         lambda name: (object() if there else None) if "triton" in name else real(name),
     )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.version, "hip", found.get("rocm"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: devices[index])
     _gluon.absent.cache_clear()
     try:

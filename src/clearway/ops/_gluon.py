@@ -65,7 +65,11 @@ def counting(*counts: str) -> Callable[[Callable[..., Any]], GluonKernel]:
 
 @functools.cache
 def absent() -> str | None:
-    """Why this machine cannot run Gluon kernels for Hopper; None where it can."""
+    """Why this machine cannot run Gluon kernels for Hopper; None where it can.
+
+    cuda:0 decides: self-tests run there, and one that refuses every case would be held against a Hopper beside
+    it. CUDA_VISIBLE_DEVICES can put that one first.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton does not interpret Gluon"
     why = _triton.absent()
@@ -73,8 +77,14 @@ def absent() -> str | None:
         return why
     if importlib.util.find_spec("triton.experimental") is None or not _gluon_there():
         return "this version of Triton has no Gluon"
-    if not any(torch.cuda.get_device_capability(i) == HOPPER for i in range(torch.cuda.device_count())):
-        return "it is for Hopper, compute capability 9.0"
+    if torch.version.hip is not None:  # whose gfx90a is of "capability" 9.0 too
+        return "it is for Hopper, and this PyTorch is for ROCm"
+    found = torch.cuda.get_device_capability(0)
+    if found != HOPPER:
+        return (
+            f"it is for Hopper, compute capability 9.0; cuda:0, where kernels are tested, has"
+            f" {found[0]}.{found[1]}"
+        )
     return None
 
 
