@@ -67,8 +67,8 @@ def counting(*counts: str) -> Callable[[Callable[..., Any]], GluonKernel]:
 def absent() -> str | None:
     """Why this machine cannot run Gluon kernels for Hopper; None where it can.
 
-    cuda:0 decides: self-tests run there, and one that refuses every case would be held against a Hopper beside
-    it. CUDA_VISIBLE_DEVICES can put that one first.
+    cuda:0 decides: self-tests run there, and one that refuses every case would be held against a Hopper
+    beside it. CUDA_VISIBLE_DEVICES can put that one first.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton does not interpret Gluon"
