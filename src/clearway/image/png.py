@@ -3,20 +3,20 @@
 Rows are filtered by Sub or Up, whichever leaves the smaller sum, and deflated by runs and Huffman codes alone
 (zlib's Z_RLE): after such filters a search for longer matches finds next to nothing in a photograph. Bands of
 rows are deflated side by side, since zlib lets other threads run, while this one filters the next band; where
-a band ends depends on the picture's width only, so the bytes are the same on every machine. The threads stay:
-new ones for each picture would begin with memory that was never touched. What it takes, and what it makes
-larger: bench/results/amd-epyc-2-cores/png.jsonl, written by bench/png.py.
+a band ends depends on the picture's width only, so the bytes are the same on every machine. The threads stay
+until a fork: new ones for each picture would begin with memory that was never touched. What it takes, and
+what it makes larger: bench/results/amd-epyc-2-cores/png.jsonl, written by bench/png.py.
 Source: PNG 3rd edition (W3C 2025), RFC 1950 and 1951.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -38,8 +38,7 @@ def write(image: np.ndarray, texts: Iterable[tuple[bytes, bytes]] = ()) -> bytes
     if band >= height:
         parts = [_deflated(filtered, True) for filtered, _ in bands]
     else:
-        threads = _threads(THREADS)
-        begun = [threads.submit(_deflated, filtered, end >= height) for filtered, end in bands]
+        begun = [_begun(filtered, end >= height) for filtered, end in bands]
         parts = [one.result() for one in begun]
     check, done = 1, 0
     for _, own, length in parts:
@@ -53,13 +52,31 @@ def write(image: np.ndarray, texts: Iterable[tuple[bytes, bytes]] = ()) -> bytes
     return b"".join((*pieces, *_chunk(b"IDAT", *pixels), *_chunk(b"IEND")))
 
 
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="clearway-png")
+_threads: dict[int, ThreadPoolExecutor] = {}
+_forking = threading.RLock()
+"""Held over a fork, and while a band is handed to the threads."""
 
 
-if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
-    os.register_at_fork(after_in_child=_threads.cache_clear)
+def _begun(filtered: np.ndarray, last: bool) -> Future[tuple[bytes, int, int]]:
+    with _forking:
+        if THREADS not in _threads:
+            _threads[THREADS] = ThreadPoolExecutor(THREADS, thread_name_prefix="clearway-png")
+        return _threads[THREADS].submit(_deflated, filtered, last)
+
+
+def _before_fork() -> None:
+    """Ends the threads: a child would have none of them, and Python 3.12 and later warn of a process that has
+    some. Who writes next, in either process, begins new ones."""
+    _forking.acquire()
+    for threads in _threads.values():
+        threads.shutdown()
+    _threads.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_forking.release, after_in_child=_forking.release
+    )
 
 
 def _deflated(filtered: np.ndarray, last: bool) -> tuple[bytes, int, int]:
