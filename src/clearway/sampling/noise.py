@@ -106,7 +106,7 @@ def brownian_noise(
         raise RequestError("Brownian noise needs a sigma above 0, found none")
     emulated = device == PHILOX
     where = torch.device("cpu" if emulated else x.device if device is None else device)
-    if where.type == "cuda" and where.index is None:  # without one it is whichever is current at a draw
+    if str(where) == "cuda":  # without an index it is whichever is the current one at a draw
         where = torch.device("cuda", torch.cuda.current_device())
     with _aside(where):  # its memory is that stream's
         tree = BrownianTree(
