@@ -201,11 +201,19 @@ ENTRIES = (
     ),
     Entry(
         "cuBLASLt's other choices, each tried once on a machine",
-        "kept",
+        "level",
         CALLS,
-        "SD 1.5 gains; SDXL, whose two figures are of different programs, is level. Products alone, in an "
-        "earlier run and by their number, let {products:.2f} ms of SDXL's {replay:.1f} be expected.",
+        "SD 1.5 gains little, SDXL, whose two figures are of two programs, nothing; trials lengthen the "
+        "first picture at a size. There by name (`linear/cublaslt`). Products alone, in an earlier run "
+        "and by their number, let {products:.2f} ms of SDXL's {replay:.1f} be expected.",
         (
+            *(
+                Figure(
+                    f"first picture of SDXL, {one}", "first picture", f"sdxl {one}, over a warm one",
+                    "linear layers of PyTorch", ("cuBLASLt's other choices",),
+                )
+                for one in ("1216x832", "832x1216")
+            ),
             Figure(
                 "SD 1.5", "unet calls", "sd15 64x64",
                 "linear layers of PyTorch", ("linear layers by cuBLASLt's choices",), (13, 13),

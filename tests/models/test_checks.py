@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from clearway import models
 from clearway.device import Device
 from clearway.models import _checks, chosen
 from clearway.models._report import Report
-from clearway.models.accelerate import accelerate
+from clearway.models.accelerate import EVERY, accelerate
 from clearway.ops import verdicts
-from clearway.ops.contract import OPS
+from clearway.ops.contract import OPS, Op
 from clearway.types import Precision
 
 
@@ -40,25 +43,24 @@ def test_accelerate_begins_the_ops_that_it_put_in_place(
     accelerate(unet.half(), executor="eager")
     ((ops, kind, dtype, likes),) = asked
     assert {"attention", "convolution", "geglu", "group_norm_silu", "layer_norm"} <= set(ops)
-    assert {"linear", "residual_add"} <= set(ops)
+    assert {"geglu_linear", "residual_add"} <= set(ops) and "linear" not in ops
     assert (kind, dtype) == ("cpu", torch.float16)
-    assert set(likes) == {"attention", "geglu", "layer_norm", "linear"}
+    assert set(likes) == {"attention", "geglu", "geglu_linear", "layer_norm"}
 
 
 def test_shapes_are_those_that_modules_tell() -> None:
     from diffusers.models.attention_processor import Attention
 
     part = nn.Sequential(Attention(query_dim=24, heads=3, dim_head=8), nn.LayerNorm(24))
-    linear = (2, 64, 24)
-    assert _checks.likes(part) == {"attention": (2, 3, 64, 8), "layer_norm": (2, 64, 24), "linear": linear}
+    assert _checks.likes(part) == {"attention": (2, 3, 64, 8), "layer_norm": (2, 64, 24)}
 
 
 def test_where_nothing_was_put_nothing_is_begun(asked: list[tuple[Any, ...]]) -> None:
     report = Report(placed={"geglu": ["unet.ff.net.0", "vae_2.x"]})
     assert _checks.begin("vae", nn.Linear(2, 2), report) == 0
     assert _checks.begin("unet", nn.ReLU(), report) == 0 and not asked
-    assert _checks.begin("unet", nn.Linear(2, 2), report) == 1
-    assert asked == [(("geglu",), "cpu", torch.float32, {})]
+    assert _checks.begin("unet", nn.Linear(2, 2), report) == 2
+    assert asked == [(("geglu", "geglu_linear"), "cpu", torch.float32, {})]
 
 
 def test_before_a_model_is_read_what_it_will_be_run_by_is_begun(
@@ -72,7 +74,21 @@ def test_before_a_model_is_read_what_it_will_be_run_by_is_begun(
         ("cuda", torch.float16),
         ("cuda", torch.float32),
     ]
-    assert "group_norm_silu" in asked[0][0] and OPS.keys() >= {"group_norm_silu", "attention"}
+    assert {"group_norm_silu", "geglu_linear"} <= set(asked[0][0]) and OPS.keys() >= {
+        "group_norm_silu",
+        "attention",
+    }
     asked.clear()
     with chosen.plainly():
         assert _checks.begin_loading(Device("cuda", 0), precision) == 0 and not asked
+
+
+def test_every_op_that_models_call_is_begun_by_some_name() -> None:
+    """One that is not is waited for when it is first called: seconds of a first picture."""
+    called = set()
+    for found in pkgutil.iter_modules(models.__path__, "clearway.models."):
+        if not found.ispkg:
+            held = vars(importlib.import_module(found.name)).values()
+            called |= {one.name for one in held if isinstance(one, Op)}
+    assert {"attention", "convolution", "geglu_linear", "rope"} <= called
+    assert called - set(_checks._ops(EVERY)) == {"linear"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _cublaslt, _linear_choices, ahead, attention_torch, selftest
+from clearway.ops import _cublaslt, _linear_choices, ahead, selftest
 from clearway.ops._cublaslt import Choice, Failed, Shape
 from clearway.ops.contract import REFERENCE
 from clearway.ops.linear import inputs, linear
@@ -31,11 +31,11 @@ def test_matches_the_formula() -> None:
     torch.testing.assert_close(linear(x, weight, None) + bias, y)
 
 
-def test_it_is_preferred_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = inputs(8, 8, 2)
-    for capability, expected in (((9, 0), "cublaslt"), ((8, 9), REFERENCE), (None, REFERENCE)):
-        monkeypatch.setattr(attention_torch, "capability", lambda x, found=capability: found)
-        assert linear.defaults["cuda"](*args) == expected
+def test_it_runs_where_it_is_named() -> None:
+    x, weight, bias = (arg.half() for arg in inputs(16, 24, 4))
+    assert not linear.defaults
+    assert linear.route(x, weight, bias).name == REFERENCE
+    assert CUBLASLT in linear.implementations and not CUBLASLT.stock  # so that it is proposed
 
 
 def test_what_it_takes() -> None:

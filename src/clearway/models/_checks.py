@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from clearway import device as machine
@@ -12,8 +14,9 @@ from clearway.models._report import Report
 from clearway.ops import verdicts
 from clearway.types import Precision
 
-NAMES = {"group_norm": "group_norm_silu"}
-"""The op behind what the report calls otherwise."""
+NAMES = {"group_norm": ("group_norm_silu",), "geglu": ("geglu", "geglu_linear"), "linear": ()}
+"""The ops behind what the report calls otherwise, or that run in its place; `linear` is PyTorch's own but
+where another is named, which is then tested when it is first asked for."""
 
 
 def begin(label: str, part: nn.Module, report: Report) -> int:
@@ -21,23 +24,27 @@ def begin(label: str, part: nn.Module, report: Report) -> int:
     weight = next((one for one in part.parameters() if one.is_floating_point()), None)
     if weight is None:
         return 0
-    placed = [
-        NAMES.get(what, what)
+    placed = _ops(
+        what
         for what, names in report.placed.items()
         if any(name == label or name.startswith(f"{label}.") for name in names)
-    ]
+    )
     kind = weight.device.type
     return verdicts.prepare(placed, kind, weight.dtype, likes(part)) if placed else 0
 
 
 def begin_loading(device: Device, precision: Precision) -> int:
     """Begins the self-tests of what a model that is about to be read will be run by; how many it began."""
-    wanted = chosen.default(device.kind).ops
+    wanted = _ops(chosen.default(device.kind).ops)
     if not wanted or device.kind == "cpu":
         return 0
     ops.discover()
     dtypes = dict.fromkeys((precision.unet, precision.vae))
     return sum(verdicts.prepare(wanted, device.kind, machine.dtype(name)) for name in dtypes)
+
+
+def _ops(names: Iterable[str]) -> list[str]:
+    return [op for name in names for op in NAMES.get(name, (name,))]
 
 
 def likes(part: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -49,7 +56,7 @@ def likes(part: nn.Module) -> dict[str, tuple[int, ...]]:
         heads, q = getattr(module, "heads", None), getattr(module, "to_q", None)
         if isinstance(heads, int) and isinstance(q, nn.Linear):
             found.setdefault("attention", (2, heads, 64, q.out_features // heads))
-            found.setdefault("linear", (2, 64, q.in_features))
         if type(module).__name__ == "GEGLU" and isinstance(module.proj, nn.Linear):
             found.setdefault("geglu", (2, 64, module.proj.out_features))
+            found.setdefault("geglu_linear", (2, 64, module.proj.in_features))
     return found

@@ -3,7 +3,8 @@
 Used by the transformers of the SD UNets: projections into and out of them, queries, keys and values, the
 attention's output, and both products of the feed-forward. PyTorch takes the first choice of cuBLASLt's
 heuristic for the shape; `cublaslt` tries the first few once on a machine and keeps which is faster, or calls
-PyTorch where none is. All of them add up in float32.
+PyTorch where none is. All of them add up in float32. It runs where it is named or was selected: what it gives
+is little beside what its trials take of the first picture at each size (docs/candidates.md).
 Source: torch.nn.functional.linear; _cublaslt.py, _linear_choices.py.
 """
 
@@ -15,18 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _cublaslt, _linear_choices, ahead, attention_torch
+from clearway.ops import _cublaslt, _linear_choices, ahead
 from clearway.ops._cases import normal
 from clearway.ops._cublaslt import ALIGNED, Failed, Shape
 from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype
-from clearway.ops.contract import REFERENCE, Case, Given, op
+from clearway.ops.contract import Case, Given, op
 from clearway.ops.state import BuildError
 
 DTYPES = tuple(_cublaslt.DTYPES)
 MULTIPLE = 8
 """Inputs and outputs come in multiples of it: rows then begin at multiples of ALIGNED bytes."""
-CUDA_CAPABILITY = (9, 0)
-"""On Hopper `cublaslt` is preferred; on others PyTorch's own product, since nothing was measured there."""
 
 
 def inputs(inputs: int, outputs: int, *leading: int, bias: bool = True) -> Case:
@@ -92,11 +91,6 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias. x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     return F.linear(x, weight, bias)
-
-
-@linear.default("cuda")
-def _prefer_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    return "cublaslt" if attention_torch.capability(x) == CUDA_CAPABILITY else REFERENCE
 
 
 def _refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
