@@ -516,6 +516,23 @@ def test_what_a_hook_made_of_a_context_is_not_kept() -> None:
     torch.testing.assert_close(run(x, context=other), Keying.forward(module, x, context=other))
 
 
+def test_what_could_not_be_made_of_a_context_is_made_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory ran out in a projection, some was freed, and the same words are tried again."""
+    module, run, _ = keying()
+    x, one, other = torch.randn(1, 3, 4), torch.randn(1, 5, 4), torch.randn(1, 5, 4)
+    for _ in range(3):
+        run(x, context=one)
+    forward = nn.Linear.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            run(x, context=other)
+    assert nn.Linear.forward is forward
+    torch.testing.assert_close(run(x, context=other), module(x, context=other))
+
+
 def test_a_module_that_changes_at_each_call_is_not_captured_at_each() -> None:
     module, run, backend = keying()
     x, context = torch.randn(1, 3, 4), torch.randn(1, 5, 4)

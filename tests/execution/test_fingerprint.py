@@ -1,6 +1,8 @@
 """The fingerprint changes with what a graph has baked in, and with nothing else."""
 
 import enum
+import gc
+import weakref
 
 import pytest
 import torch
@@ -238,3 +240,20 @@ def test_code_of_others_is_told_from_diffusers_and_the_classes_own() -> None:
     made[0].processor = AttnProcessor()
     made[1].forward = lambda x: x
     assert Fingerprint(made).foreign == "a forward of its Linear"
+
+
+def test_tensors_that_are_no_buffers_are_held_and_seen() -> None:
+    """A graph reads them where they lie."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].scale = torch.ones(2)
+    found = Fingerprint(module)
+    assert found.holds() and found.lies()
+    read = weakref.ref(module[0].scale)
+    module[0].scale = torch.ones(2)
+    assert not found.holds() and found.lies() and read() is not None
+    del found
+    gc.collect()
+    assert read() is None
+    found = Fingerprint(module)
+    module[0].scale.data = torch.ones(2)
+    assert not found.lies()

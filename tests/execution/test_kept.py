@@ -4,10 +4,12 @@ import copy
 import gc
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
 from clearway.execution.kept import Frame, Kept, within
+from clearway.ops import ahead
 
 
 class Doubling:
@@ -159,6 +161,26 @@ def test_what_is_made_of_weights_alone_is_held_beside_what_is_made_of_an_input()
     weight.data += 1  # which no version counts
     assert frame.holds() and frame.refresh() == 0
     assert frame.refresh([context]) == 2 and torch.equal(first, torch.full((2,), 7.0))
+    weight.data += 1
+    context_kept.forget()  # as where an adapter was merged
+    assert not frame.holds()
+    assert frame.refresh() == 2 and torch.equal(first, torch.full((2,), 8.0))
+
+
+def test_a_run_that_only_builds_kernels_writes_into_no_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, context_kept, weight = Kept(), Kept(), torch.full((2,), 3.0)
+    frames = [Frame((torch.ones(2),)) for _ in range(2)]
+    for frame in frames:
+        with within(frame):
+            context_kept.get(frame.sources[0], [], lambda one=frame.sources[0]: (one * 2,))
+    with within(frames[0]):
+        (held,) = kept.of_weights([weight], Doubling(torch.ones(2), weight))
+    monkeypatch.setattr(ahead, "gathering", object)
+    with within(frames[1]):
+        (built,) = kept.of_weights([weight], lambda: (torch.full((2,), float("nan")),))
+    assert built is not held and torch.equal(held, torch.full((2,), 3.0))
 
 
 def test_graphs_of_several_sizes_share_what_is_made_of_a_weight() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from clearway.execution.kept import Kept
 from clearway.models import _fused_blocks
+from clearway.models._attention import listen
 from clearway.models._bound import Bound
 from clearway.ops import contract
 
@@ -270,3 +271,16 @@ def test_pictures_that_tile(make: Callable[[], Any], change: str, monkeypatch: p
     is_resnet = isinstance(block, ResnetBlock2D)
     run = _fused_blocks.routed_resnet if is_resnet else upsample
     agree(block, run, X, *([TEMB] if is_resnet else []), fused=is_resnet)
+
+
+def test_a_convolution_put_in_the_place_of_another_makes_its_upsampler_forget() -> None:
+    """PEFT merges through `.data` and puts the same layer back."""
+    listen()
+    block, kept = upsampler(), Kept()
+    block.forward = Bound(_fused_blocks.upsample, block, kept)
+    inner = block.conv
+    block.conv = nn.Sequential(inner)
+    block.conv = inner
+    assert kept.forgotten == 2
+    block.other = nn.Identity()
+    assert kept.forgotten == 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway.ops import _cublaslt, _linear_choices, ahead, selftest
+from clearway.ops import _cublaslt, _linear_choices, ahead, selftest, state
 from clearway.ops._cublaslt import Choice, Failed, Shape
 from clearway.ops.contract import REFERENCE
 from clearway.ops.linear import inputs, linear
@@ -31,11 +31,14 @@ def test_matches_the_formula() -> None:
     torch.testing.assert_close(linear(x, weight, None) + bias, y)
 
 
-def test_it_runs_where_it_is_named() -> None:
-    x, weight, bias = (arg.half() for arg in inputs(16, 24, 4))
-    assert not linear.defaults
-    assert linear.route(x, weight, bias).name == REFERENCE
-    assert CUBLASLT in linear.implementations and not CUBLASLT.stock  # so that it is proposed
+def test_on_a_gpu_it_runs_where_it_is_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `_prepare` and a sound verdict would have it there, with tensors of this CPU."""
+    args = tuple(arg.half() for arg in inputs(16, 24, 4))
+    monkeypatch.setattr(state, "verdict", lambda *_: None)
+    monkeypatch.setitem(linear._ready, "cpu", (state.version(), (CUBLASLT,)))
+    assert linear.route(*args).name == "cublaslt"  # what is ready runs where no table says otherwise
+    monkeypatch.setitem(linear.defaults, "cpu", linear.defaults["cuda"])
+    assert linear.route(*args).name == REFERENCE
 
 
 def test_what_it_takes() -> None:

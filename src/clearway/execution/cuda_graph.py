@@ -205,6 +205,7 @@ class CudaGraph:
         reason: str | None
         with budget.sampled(Device(device.type, device.index), limit) as sample, within(frame):
             try:
+                self.pool.backend.enter(lambda: inputs)  # what is shared with other graphs is written to
                 with contract.recording({}):
                     expected = self.pool.backend.warm_up(warm, WARM_UPS)
                 plainly = False

@@ -55,11 +55,13 @@ class Fingerprint:
         self._sized = [*self._grown, *self._filled]
         self._sizes = list(map(len, self._sized))
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
+        loose = [(held, name) for held in self._vars for name in held if isinstance(held[name], Tensor)]
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._tensors += [held[name] for held, name in loose]  # attributes of modules that are no buffers
         self._addresses = list(map(_address, self._tensors))
         self._read = _address if any(map(_without_memory, self._tensors)) else Tensor.data_ptr
         self._hooks = [held[name] for held in self._vars for name in _HOOKS]
-        code = [(held, name) for held in self._vars for name in _CODE if name in held]
+        code = [*((held, name) for held in self._vars for name in _CODE if name in held), *loose]
         self._code_of, self._code_names = [held for held, _ in code], [name for _, name in code]
         self._code = [held[name] for held, name in code]
         self._training = list(map(_TRAINING, self._vars))

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearway.ops import ahead
+
 Values = tuple[Tensor, ...]
 Sign = tuple[Any, ...]
 
@@ -125,7 +127,8 @@ class _Shared:
 
 
 def _alike(one: Values, other: Values) -> bool:
-    return [(t.shape, t.dtype, t.device) for t in one] == [(t.shape, t.dtype, t.device) for t in other]
+    signs = [[(t.shape, t.stride(), t.dtype, t.device) for t in values] for values in (one, other)]
+    return signs[0] == signs[1]
 
 
 @dataclass(slots=True, eq=False)
@@ -181,8 +184,8 @@ class Frame:
             if source.is_cuda and torch.cuda.is_current_stream_capturing():
                 return compute()  # not seen at warm-up: left in the graph
             values, shared = compute(), None
-            if any(source is one for one in self.sources):
-                values = tuple(map(_buffer, values))
+            if any(source is one for one in self.sources) or ahead.gathering() is not None:
+                values = tuple(map(_buffer, values))  # while kernels are built nothing of ours is computed
             else:
                 shared = owner.shared(weights, values)
                 values = shared.values
@@ -197,11 +200,16 @@ class Frame:
         touched = set(map(id, changed))
         if self._settled is not None and self._settled.sources.isdisjoint(touched) and self._settled.holds():
             return 0
-        count, renewed = 0, not self._of_inputs().isdisjoint(touched)
-        for (_, source), held in self.held.items():
-            sign, forgotten = _sign(held.weights), held.owner.forgotten
-            anew = source in touched or (renewed and held.shared is not None)
-            if sign != held.sign or forgotten != held.forgotten or anew:
+        inputs = self._of_inputs()
+        now = [(_sign(one.weights), one.owner.forgotten) for one in self.held.values()]
+        anew = {
+            key
+            for (key, held), sign in zip(self.held.items(), now, strict=True)
+            if key[1] in touched or sign != (held.sign, held.forgotten)
+        }
+        renewed, count = any(source in inputs for _, source in anew), 0
+        for (key, held), (sign, forgotten) in zip(self.held.items(), now, strict=True):
+            if key in anew or (renewed and key[1] not in inputs):
                 for buffer, value in zip(held.values, held.compute(), strict=True):
                     buffer.copy_(value)
                 held.sign, held.forgotten = sign, forgotten

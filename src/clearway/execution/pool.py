@@ -41,14 +41,16 @@ class Graph:
     def load(self, tensors: Sequence[Tensor], promised: Sequence[bool]) -> None:
         """Copies the inputs in. One that is the same object with the same content as last time is left, so
         that what was computed from it (Frame) need not be computed again."""
-        changed = []
+        changed, now = [], list(self.seen)
         for index, (mine, given) in enumerate(zip(self.inputs, tensors, strict=True)):
             if _same(self.seen[index], given):
                 continue
+            self.before[index], self.seen[index] = self.seen[index], None  # until all is made of it
             mine.copy_(given)
-            self.before[index], self.seen[index] = self.seen[index], _seen(given, promised[index])
+            now[index] = _seen(given, promised[index])
             changed.append(mine)
         self.frame.refresh(changed)
+        self.seen = now
 
     def ready(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these inputs need to be copied alone: nothing that was computed once is to be made anew."""

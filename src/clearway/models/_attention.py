@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from clearway.execution.kept import Kept
-from clearway.models._bound import needs_gradient
+from clearway.models._bound import Bound, needs_gradient
 from clearway.models._joined import alike, joined, ordinary
 from clearway.models._linear import product
 from clearway.ops.attention import attention
@@ -37,11 +37,11 @@ class Processor:
         self.stock = stock
         self.promised, self.packed = promised, packed
         self.kept = Kept() if kept else None
-        _listen()
+        listen()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _listen()
+        listen()
 
     def __call__(
         self,
@@ -119,8 +119,9 @@ def default(part: Any) -> None:
 
 
 @functools.cache
-def _listen() -> None:
-    """From now on a projection put in the place of another makes its attention forget keys and values.
+def listen() -> None:
+    """From now on a projection put in the place of another makes its attention forget keys and values, and a
+    convolution its upsampler what was made of it.
 
     PEFT merges an adapter through `.data`, which raises no version, and then puts the layer that it had
     wrapped back in its place: the same object at the same address with other values.
@@ -131,6 +132,11 @@ def _listen() -> None:
             processor = attn.__dict__.get("processor")
             if isinstance(processor, Processor) and processor.kept is not None:
                 processor.kept.forget()
+        forward = attn.__dict__.get("forward")
+        if name == "conv" and isinstance(forward, Bound):
+            for held in forward.args:
+                if isinstance(held, Kept):
+                    held.forget()
 
     register_module_module_registration_hook(replaced)
 

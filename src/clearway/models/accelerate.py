@@ -224,6 +224,7 @@ def _place(
             _bind(name, module, "skip_concat", ups[kind], None, report)
         elif kind is Upsample2D and "upsample_conv" in ops:
             why = _fused_blocks.refuse_upsample(module)
+            _attention.listen()
             _bind(name, module, "upsample_conv", _fused_blocks.upsample, why, report, Kept())
         elif kind is Transformer2DModel and module.is_input_continuous:
             if "linear" in ops:

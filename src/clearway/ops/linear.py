@@ -20,7 +20,7 @@ from clearway.ops import _cublaslt, _linear_choices, ahead
 from clearway.ops._cases import normal
 from clearway.ops._cublaslt import ALIGNED, Failed, Shape
 from clearway.ops._layout import LIMIT, refuse_alike, refuse_dtype
-from clearway.ops.contract import Case, Given, op
+from clearway.ops.contract import REFERENCE, Case, Given, op
 from clearway.ops.state import BuildError
 
 DTYPES = tuple(_cublaslt.DTYPES)
@@ -91,6 +91,11 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias. x (..., K), weight (N, K), bias (N,) -> (..., N)."""
     return F.linear(x, weight, bias)
+
+
+@linear.default("cuda")
+def _prefer_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    return REFERENCE
 
 
 def _refuse(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

@@ -141,10 +141,11 @@ def _aside(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda made: made
         return
     before = torch.cuda.current_stream(device)
-    if device not in _streams:
+    stream = _streams.get(device)
+    if stream is None:
         # of high priority: its small kernels go first, and no capture takes a stream of that kind
-        _streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    stream = _streams[device]
+        made = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        stream = _streams.setdefault(device, made)
 
     def handed(made: Tensor) -> Tensor:
         if made.is_cuda:  # on the CPU the copy was waited for
