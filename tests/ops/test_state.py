@@ -87,6 +87,17 @@ def test_a_refusal_is_no_loss(made: Implementation, capsys: pytest.CaptureFixtur
     assert found.sound and found.reason == "" and found.dtypes == ("float32",)
 
 
+def test_a_self_test_does_not_start_from_what_the_last_one_found(
+    made: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was once unsound, for want of memory say, could not be named, so it stayed unsound."""
+    state.store_verdict(made, "cpu", False, "wide: wrong", ("float32",))
+    assert "wide: wrong" in state.ruled_out(made, "cpu", torch.float32)
+    monkeypatch.setenv(state.INSIDE, "1")
+    assert state.ruled_out(made, "cpu", torch.float32) is None
+    assert state.verdict(made, "cpu", (torch.ones(1),)) is None
+
+
 def test_losses_of_some_ops_in_some_dtypes(made: Implementation) -> None:
     for name, dtype in (("one", torch.float64), ("two", torch.float16), ("three", None)):
         state.disable("stated", name, "the compiler says no", dtype)
