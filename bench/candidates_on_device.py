@@ -12,16 +12,14 @@ TRITON_INTERPRET=1. These figures propose: whole generations decide.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from candidate_kernels import PARTS
-from candidates_timed import apart, chained, drawn, in_turns, report
+from candidates_timed import apart, chained, drawn, in_turns, opened, options, report
 from ops_on_device import Call, Run
 from torch import Tensor, nn
 
@@ -29,7 +27,6 @@ import clearway
 from clearway import device
 from clearway.execution import executor
 from clearway.execution.kept import Frame, within
-from clearway.measure.provenance import provenance
 from clearway.measure.random_model import random_model
 from clearway.ops import discover
 from clearway.types import Precision
@@ -154,34 +151,21 @@ ALL: dict[str, Callable[[Run], None]] = {**PARTS, "unets": unets}
 
 def main() -> None:
     """Part by part; a part that fails says so in a line, and the next one follows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the lines to this file")
-    parser.add_argument("--device", default="cuda", choices=device.KINDS)
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = options(__doc__.splitlines()[0], "tiny shapes, to see that it runs", rounds=21)
     for name, part in ALL.items():
         parser.add_argument(f"--{name}", action="store_true", help=(part.__doc__ or "").rstrip("."))
     given = parser.parse_args()
-    given.dtype, given.compile, given.limit_s = "float16", False, float("inf")
+    given.limit_s = float("inf")
     discover()
-    torch.manual_seed(0)
-    file = None
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        file = given.output.open("w", encoding="utf-8")
-    run = Run(given, file)
-    about = provenance(device.pick(given.device), dtype="float16", data="random")
-    run.write(bench="candidates", source="bench/candidates_on_device.py", provenance=about)
-    chosen = [name for name in ALL if getattr(given, name.replace("-", "_"))] or list(ALL)
-    for name in chosen:
-        begun = time.monotonic()
-        try:
-            ALL[name](run)
-        except Exception as error:  # the other parts' figures are worth having
-            run.write(part=name, failed=f"{type(error).__name__}: {error}"[:300])
-        run.write(part=name, seconds=round(time.monotonic() - begun, 1))
-    if file is not None:
-        file.close()
+    with opened(given, "candidates", "bench/candidates_on_device.py") as run:
+        chosen = [name for name in ALL if getattr(given, name.replace("-", "_"))] or list(ALL)
+        for name in chosen:
+            begun = time.monotonic()
+            try:
+                ALL[name](run)
+            except Exception as error:  # the other parts' figures are worth having
+                run.write(part=name, failed=f"{type(error).__name__}: {error}"[:300])
+            run.write(part=name, seconds=round(time.monotonic() - begun, 1))
 
 
 if __name__ == "__main__":

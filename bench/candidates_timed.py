@@ -6,8 +6,12 @@ between two events, candidates taking turns; elsewhere the same calls are timed 
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +19,39 @@ import torch
 from ops_on_device import Call, Run, captured, timed
 from torch import Tensor
 
+from clearway import device
+from clearway.measure.provenance import provenance
 from clearway.ops import _triton
 
 SETS = 6  # of inputs, and of weights, in turns: one set alone would lie in the cache
 Calls = Sequence[Call]
+
+
+def options(about: str, small: str, rounds: int) -> argparse.ArgumentParser:
+    """What these benchmarks are all asked; `small`: what --small measures instead."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--output", type=Path, help="write the lines to this file")
+    parser.add_argument("--device", default="cuda", choices=device.KINDS)
+    parser.add_argument("--small", action="store_true", help=small)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+@contextlib.contextmanager
+def opened(given: argparse.Namespace, bench: str, source: str, **more: str) -> Iterator[Run]:
+    """A run in float16 that says first what it is and where, and last how long it took."""
+    given.dtype, given.compile = "float16", False
+    torch.manual_seed(0)
+    with contextlib.ExitStack() as stack:
+        file = None
+        if given.output is not None:
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(given.output.open("w", encoding="utf-8"))
+        run = Run(given, file)
+        about = provenance(device.pick(given.device), dtype="float16", data="random")
+        run.write(bench=bench, source=source, **more, provenance=about)
+        yield run
+        run.write(seconds=round(time.monotonic() - run.started, 1))
 
 
 def compare(run: Run, part: str, case: str, contenders: dict[str, Calls], want: Tensor | None = None) -> None:

@@ -11,19 +11,13 @@ what needs no Hopper runs, on tiny shapes.
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
 from typing import Any
 
-import torch
-from candidates_timed import SETS, Calls, compare, drawn, over
+from candidates_timed import SETS, Calls, compare, drawn, opened, options, over
 from ops_on_device import Run
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway import device
-from clearway.measure.provenance import provenance
 from clearway.ops import _gluon, convolution_gluon, geglu_linear, upsample_conv
 from clearway.ops.convolution_gluon import SPLITS, TILES, Plan
 from clearway.ops.geglu import geglu
@@ -135,30 +129,15 @@ PARTS = {"geglu_linear": gated, "convolution": convolutions, "upsampler": upsamp
 
 def main() -> None:
     """Part by part; one that fails says so in a line, and the next one follows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the lines to this file")
-    parser.add_argument("--device", default="cuda", choices=device.KINDS)
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = options(__doc__.splitlines()[0], "tiny shapes, to see that it runs", rounds=9)
     parser.add_argument("--limit-s", type=float, default=60.0, help="start no further case after this")
-    given = parser.parse_args()
-    given.dtype, given.compile = "float16", False
-    torch.manual_seed(0)
-    file = None
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        file = given.output.open("w", encoding="utf-8")
-    run = Run(given, file)
-    about = provenance(device.pick(given.device), dtype="float16", data="random")
-    run.write(bench="gluon", source="bench/gluon_on_device.py", gluon=_gluon.absent() or "", provenance=about)
-    for name, part in PARTS.items():
-        try:
-            part(run)
-        except Exception as error:  # the other parts' figures are worth having
-            run.write(part=name, failed=f"{type(error).__name__}: {error}"[:300])
-    run.write(seconds=round(time.monotonic() - run.started, 1))
-    if file is not None:
-        file.close()
+    given, source = parser.parse_args(), "bench/gluon_on_device.py"
+    with opened(given, "gluon", source, gluon=_gluon.absent() or "") as run:
+        for name, part in PARTS.items():
+            try:
+                part(run)
+            except Exception as error:  # the other parts' figures are worth having
+                run.write(part=name, failed=f"{type(error).__name__}: {error}"[:300])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ two small products run, by F.linear alone.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import hashlib
@@ -22,18 +21,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from candidate_kernels import PRODUCTS
-from candidates_timed import chained, drawn, in_turns
+from candidates_timed import chained, drawn, in_turns, opened, options
 from ops_on_device import Call, Run
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearway import device
-from clearway.measure.provenance import provenance
 from clearway.ops import _cublaslt, _linear_choices, _linear_trial
 
 LINEAR = "linear"
@@ -232,42 +228,26 @@ def tried(shape: _cublaslt.Shape, where: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     """Product by product; one that fails says so in a line, and the next one follows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the lines to this file")
-    parser.add_argument("--device", default="cuda", choices=device.KINDS)
-    parser.add_argument("--small", action="store_true", help="two small products, to see that it runs")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser = options(__doc__.splitlines()[0], "two small products, to see that it runs", rounds=11)
     parser.add_argument("--limit-s", type=float, default=35.0, help="start no further product after this")
-    given = parser.parse_args()
-    given.dtype, given.compile = "float16", False
-    torch.manual_seed(0)
-    file = None
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        file = given.output.open("w", encoding="utf-8")
-    run = Run(given, file)
-    about = provenance(device.pick(given.device), dtype="float16", data="random")
-    run.write(bench="products", source="bench/products_on_device.py", provenance=about)
-    absent = _cublaslt.absent()
-    if absent is None:
-        library = _cublaslt.binding().library
-        run.write(cublaslt=library.version(), path=os.path.basename(library.path))
-    else:
-        run.write(cublaslt=None, why=absent)
-    with tempfile.TemporaryDirectory() as home:
-        os.environ["CLEARWAY_HOME"] = home  # trials begin from nothing, and leave nothing behind
-        for case in SMALL if run.small else used():
-            if run.late():
-                run.write(case=str(case), skipped="the time was up")
-                continue
-            try:
-                with torch.no_grad():
-                    measure(run, *case)
-            except Exception as error:  # the other products' figures are worth having
-                run.write(case=str(case), failed=f"{type(error).__name__}: {error}"[:300])
-    run.write(seconds=round(time.monotonic() - run.started, 1))
-    if file is not None:
-        file.close()
+    with opened(parser.parse_args(), "products", "bench/products_on_device.py") as run:
+        absent = _cublaslt.absent()
+        if absent is None:
+            library = _cublaslt.binding().library
+            run.write(cublaslt=library.version(), path=os.path.basename(library.path))
+        else:
+            run.write(cublaslt=None, why=absent)
+        with tempfile.TemporaryDirectory() as home:
+            os.environ["CLEARWAY_HOME"] = home  # trials begin from nothing, and leave nothing behind
+            for case in SMALL if run.small else used():
+                if run.late():
+                    run.write(case=str(case), skipped="the time was up")
+                    continue
+                try:
+                    with torch.no_grad():
+                        measure(run, *case)
+                except Exception as error:  # the other products' figures are worth having
+                    run.write(case=str(case), failed=f"{type(error).__name__}: {error}"[:300])
 
 
 if __name__ == "__main__":

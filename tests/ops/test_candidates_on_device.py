@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench_on_cpu import lines_of
 from clearway.execution.executor import pools
 from fake_capture import Recorder
 
@@ -21,15 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_all_parts_run_and_each_line_is_written(tmp_path: Path) -> None:
-    output = tmp_path / "candidates.jsonl"
-    command = [sys.executable, str(ROOT / "bench" / "candidates_on_device.py"), "--device", "cpu", "--small"]
-    command += ["--rounds", "2", "--output", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, *lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [first, *lines] == [json.loads(line) for line in done.stdout.splitlines()]
-    assert first["provenance"]["kind"] == "cpu" and first["source"]
+    _, *lines = lines_of("candidates_on_device.py", tmp_path)
     assert [line for line in lines if "failed" in line] == []
     timed = [line for line in lines if "p50_ms" in line]
     parts = {"product", "packed qkv", "geglu", "attention", "convolution", "skip_concat", "unet call"}

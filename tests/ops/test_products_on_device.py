@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from bench_on_cpu import lines_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_product_runs_and_each_line_is_written(tmp_path: Path) -> None:
-    output = tmp_path / "products.jsonl"
-    command = [sys.executable, str(ROOT / "bench" / "products_on_device.py"), "--device", "cpu", "--small"]
-    command += ["--rounds", "2", "--output", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, *lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [first, *lines] == [json.loads(line) for line in done.stdout.splitlines()]
-    assert first["provenance"]["kind"] == "cpu" and first["source"]
+    _, *lines = lines_of("products_on_device.py", tmp_path)
     cases = [line for line in lines if "us" in line]
     assert [line["case"] for line in cases] == ["16x32x24 bias", "8x16x32"] and "seconds" in lines[-1]
     for line in cases:

@@ -64,7 +64,7 @@ def folded_resnet(
 def routed_resnet(
     block: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """`folded_resnet` whose convolutions go through the op too, which has its own way for small images."""
+    """`folded_resnet` whose convolutions go through the op too, which has its own ways for some images."""
     return _folded(_routed, block, input_tensor, temb, *args, **kwargs)
 
 
@@ -143,8 +143,7 @@ def upsample(
     if args or kwargs or not twice or needs_gradient(block, x) or refuse_upsample(block):
         return own(block, hidden_states, output_size, *args, **kwargs)
     weight, phases = block.conv.weight, None
-    routed = x.is_cuda and not torch.compiler.is_compiling()
-    if routed and upsample_conv.route(x, weight, block.conv.bias).name != REFERENCE:
+    if _asks(x) and upsample_conv.route(x, weight, block.conv.bias).name != REFERENCE:
         (phases,) = kept.of_weights((weight,), lambda: (made_phases(weight),))
     return upsample_conv(x, weight, block.conv.bias, phases)
 

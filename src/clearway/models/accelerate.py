@@ -51,8 +51,8 @@ OPS = (
 )
 """What can be put in place, each on its own; `cross_kv` (keys and values of a context once) comes with
 `attention`, whose processor does it, `residual_add` (convolutions' biases folded away) and `time_embedding`
-(all blocks' projections of it as one) with `group_norm_silu`, `convolution` (of small images, without their
-biases) with `residual_add`."""
+(all blocks' projections of it as one) with `group_norm_silu`, `convolution` (without their biases) with
+`residual_add`."""
 
 EVERY = (*OPS, *_dit.OPS)
 """With what is put in place in transformers (Flux, SD 3) alone."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import os
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,23 +33,13 @@ PROCESSORS = 132
 class GluonKernel(Kernel):
     """A function in Gluon's language; of `launch`'s arguments those Described become descriptors."""
 
-    def built(self) -> Any:
-        """The function as Triton's own object."""
-        if self._built is None:
-            from triton.experimental import gluon
-            from triton.experimental.gluon import language
-            from triton.experimental.gluon.language.nvidia import hopper as for_hopper
+    def language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What makes a function a kernel, and the modules that its text names."""
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import hopper as for_hopper
 
-            named = self.function.__globals__
-            scope = {**named, "gl": language, "hopper": for_hopper}
-            for name in self.function.__code__.co_names:
-                if isinstance(named.get(name), Kernel):
-                    scope[name] = named[name].built()
-            copy = types.FunctionType(self.function.__code__, scope, self.name)
-            copy.__annotations__ = inspect.get_annotations(self.function)
-            copy.__module__, copy.__qualname__ = self.function.__module__, self.name
-            self._built = gluon.jit(copy, do_not_specialize_on_alignment=list(self.counts))
-        return self._built
+        return gluon.jit, {"gl": language, "hopper": for_hopper}
 
     def prepared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as Triton takes them."""

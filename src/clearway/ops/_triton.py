@@ -37,19 +37,24 @@ class Kernel:
     def built(self) -> Any:
         """The function as Triton's own object: compiled, or interpreted under TRITON_INTERPRET=1."""
         if self._built is None:
-            import triton
-            import triton.language
-
+            jit, language = self.language()
             named = self.function.__globals__
-            scope = {**named, "tl": triton.language}
+            scope = {**named, **language}
             for name in self.function.__code__.co_names:
                 if isinstance(named.get(name), Kernel):
                     scope[name] = named[name].built()
             copy = types.FunctionType(self.function.__code__, scope, self.name)
             copy.__annotations__ = inspect.get_annotations(self.function)
             copy.__module__, copy.__qualname__ = self.function.__module__, self.name
-            self._built = triton.jit(copy, do_not_specialize_on_alignment=list(self.counts))
+            self._built = jit(copy, do_not_specialize_on_alignment=list(self.counts))
         return self._built
+
+    def language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What makes a function a kernel, and the modules that its text names."""
+        import triton
+        import triton.language
+
+        return triton.jit, {"tl": triton.language}
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Runs it on torch's current device and stream; within `ahead.build` it is only built.
