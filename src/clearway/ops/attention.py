@@ -49,10 +49,16 @@ CUDA_CUDNN_CAPABILITY, CUDA_CUDNN_TOKENS = (9, 0), 1024
 2x8x4096x4096x40 0.281, 0.155 (bench/results/nvidia-h200/ops_attention.jsonl). Slower on A100 (0.82x) and
 Blackwell (0.88x; huggingface/transformers#48163)."""
 
-CUDA_FEW_KEYS, CUDA_SHORT = 128, {64: 1024, 160: 256}
+CUDA_FEW_KEYS, CUDA_FEW_TILES = 128, {64: 2560, 160: 512}
 """On Hopper `tiled` is preferred in half precision up to so many keys, which it takes as one tile
-(cross-attention, the UNets' smallest images), and in heads of these sizes up to these numbers of keys, where
-it is level with cuDNN alone and needs none of the fills that cuDNN launches before it."""
+(cross-attention, the UNets' smallest images), while there are, in heads of at most that size, no more tiles
+of 64 queries: larger batches fill cuDNN's tiles."""
+
+CUDA_SHORT, CUDA_SHORT_TILES = {64: 1024}, 640
+"""In heads of these sizes up to these numbers of keys, too, where it is level with cuDNN alone and needs none
+of the fills that cuDNN launches before it. NVIDIA H200, fp16, torch 2.11.0+cu130, 2026-11-30, µs, cuDNN
+against tiled: 1x20x1024x1024x64 25.9, 21.2; 2x20 36.3, 36.0; 4x20 56.1, 61.1; 16x20 200, 223; 2x8x256x256x160
+11.6, 13.1 (bench/results/nvidia-h200/attention_tiles.jsonl)."""
 
 
 def inputs(
@@ -266,12 +272,16 @@ for _name in ("cudnn", "flash", "efficient"):
 def _prefer_on_cuda(q: Tensor, k: Tensor, *_: Any) -> str | None:
     if q.shape[-1] > CUDA_WIDE_HEADS and q.dtype != torch.float32:
         return "gemm"
-    few = max(CUDA_FEW_KEYS, CUDA_SHORT.get(q.shape[-1], 0))
-    if k.shape[-2] <= few and q.dtype != torch.float32:
-        return "tiled" if attention_torch.capability(q) == CUDA_CUDNN_CAPABILITY else None
-    if q.shape[-2] < CUDA_CUDNN_TOKENS or k.shape[-2] < CUDA_CUDNN_TOKENS:
+    if attention_torch.capability(q) != CUDA_CUDNN_CAPABILITY:
         return None
-    return "cudnn" if attention_torch.capability(q) == CUDA_CUDNN_CAPABILITY else None
+    keys, size = k.shape[-2], q.shape[-1]
+    tiles = q.shape[0] * q.shape[1] * -(-q.shape[-2] // 64)
+    most = next((most for widest, most in CUDA_FEW_TILES.items() if size <= widest), 0)
+    few = keys <= CUDA_FEW_KEYS and tiles <= most
+    short = keys <= CUDA_SHORT.get(size, 0) and tiles <= CUDA_SHORT_TILES
+    if (few or short) and q.dtype != torch.float32:
+        return "tiled"
+    return "cudnn" if min(q.shape[-2], keys) >= CUDA_CUDNN_TOKENS else None
 
 
 @attention.default("mps")

@@ -50,9 +50,10 @@ def _forward(
     q, k, v, out, queries, keys, heads, scale,
     q_b, q_n, q_l, k_b, k_n, k_l, v_b, v_n, v_l, out_b, out_n, out_l,
     UNIT: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ONE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`scale` holds log2(e), so that powers are of two. ONE: all keys are in one tile; EVEN: tiles are full.
+    """`scale` holds log2(e), so that powers are of two. ONE: all keys are in one tile; EVEN: tiles are full;
+    LATE: products are scaled in the instruction that subtracts the maximum, which a scale above 0 allows.
     Strides come in UNITs, so that the compiler knows how heads of 40 are aligned."""
     head = tl.program_id(1)
     b, n = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -81,15 +82,23 @@ def _forward(
             if EVEN:
                 k_tile = tl.load(k_at)
                 v_tile = tl.load(v_at)
-                s = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale
+                s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
+                if not LATE:
+                    s *= scale
             else:
                 there = first + c < keys
                 k_tile = tl.load(k_at, mask=there[None, :] & known[:, None], other=0.0)
                 v_tile = tl.load(v_at, mask=there[:, None] & known[None, :], other=0.0)
-                s = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale
+                s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
+                if not LATE:
+                    s *= scale
                 s = tl.where(there[None, :], s, -float("inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - higher[:, None])
+            if LATE:
+                higher = tl.maximum(top, tl.max(s, 1) * scale)
+                p = tl.exp2(s * scale - higher[:, None])
+            else:
+                higher = tl.maximum(top, tl.max(s, 1))
+                p = tl.exp2(s - higher[:, None])
             rescale = tl.exp2(top - higher)
             total = total * rescale + tl.sum(p, 1)
             y = tl.dot(p.to(v_tile.dtype), v_tile, y * rescale[:, None], input_precision=PRECISION)
@@ -130,6 +139,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, m
         PRECISION="ieee",
         ONE=keys <= block_n,
         EVEN=keys % block_n == 0 and size == max(_triton.power_of_two(size), 16),
+        LATE=factor > 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=warps,
