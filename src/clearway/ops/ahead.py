@@ -57,7 +57,7 @@ class Gathering:
     def add(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Builds what `kernel.launch(grid, *args, **constants)` would run, unless it is under way."""
         names = kernel.function.__code__.co_varnames
-        signs = [_sign(arg, name not in kernel.counts) for arg, name in zip_longest(args, names[: len(args)])]
+        signs = [_sign(arg, name in kernel.counts) for arg, name in zip_longest(args, names[: len(args)])]
         key = (kernel, tuple(signs), tuple(constants.items()))
         if key in self._seen:
             return
@@ -105,14 +105,16 @@ def times() -> dict[str, float]:
     return {"variants": _built, "seconds": round(_seconds, 3)}
 
 
-def _sign(arg: Any, aligned: bool = True) -> Any:
-    """What Triton tells arguments apart by: dtype and alignment; whole numbers by 1, by 16 and by width."""
+def _sign(arg: Any, counts: bool = False) -> Any:
+    """What Triton tells arguments apart by: dtype and alignment; whole numbers by width, and by 1 and by 16
+    unless the argument only counts."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, Described):
         return arg.sign()
     if isinstance(arg, int) and not isinstance(arg, bool):
-        return int, arg == 1, aligned and arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
+        told = (False, False) if counts else (arg == 1, arg % 16 == 0)
+        return int, *told, -(2**31) <= arg < 2**31, arg < 2**63
     return type(arg) if isinstance(arg, float) else arg
 
 
