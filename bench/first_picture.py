@@ -5,7 +5,8 @@
 Each run is a process of its own with folders of its own for verdicts and for every cache of compiled kernels
 (Clearway's, Triton's, Inductor's, the driver's), empty at first. Weights are random, at real sizes; reading
 them is timed apart and not counted. Then seconds of wall time, from the request to the PNG's bytes: the first
-picture, a warm one, the first of another size, a warm one of that. `begun` says when self-tests began: "at
+picture, a warm one, the first of another size, a warm one of that; between sizes `--pause-s` leaves time in
+which kernels of others are built. `begun` says when self-tests began: "at
 load", as clearway.load begins them while it reads weights, or "at generate", with nothing beforehand. With
 `caches` "full" the run is another process on the same folders.
 """
@@ -41,7 +42,15 @@ CACHES = {
 LIMIT_S = 500.0
 
 
-def child(name: str, device_name: str | None, vae: str | None, steps: int, warm: int, begun: str) -> None:
+def child(
+    name: str,
+    device_name: str | None,
+    vae: str | None,
+    steps: int,
+    warm: int,
+    begun: str,
+    pause_s: float,
+) -> None:
     """One run in this process; prints its line."""
     import torch
 
@@ -86,6 +95,7 @@ def child(name: str, device_name: str | None, vae: str | None, steps: int, warm:
     loaded_s = time.perf_counter() - start
     pictures = {}
     for number, (width, height) in enumerate(SIZES[name]):
+        time.sleep(pause_s if number else 0.0)
         before = spent()
         first = picture(model, width, height, steps)
         after = spent()
@@ -101,6 +111,7 @@ def child(name: str, device_name: str | None, vae: str | None, steps: int, warm:
         "model": name,
         "steps": steps,
         "begun": begun,
+        "pause_s": pause_s,
         "imported_s": round(imported_s, 3),
         "loaded_s": round(loaded_s, 3),
         "pictures": pictures,
@@ -172,12 +183,20 @@ def main() -> int:
     parser.add_argument("--vae", help="the VAE's dtype (default: as the UNet's)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm", type=int, default=3, help="warm pictures a size (default 3)")
+    parser.add_argument(
+        "--pause-s",
+        type=float,
+        default=0.0,
+        help="wait so long before another size, whose kernels are built meanwhile (default 0)",
+    )
     parser.add_argument("--begun", nargs="+", default=list(BEGUN), choices=BEGUN)
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        child(given.models[0], given.device, given.vae, given.steps, given.warm, given.begun[0])
+        child(
+            given.models[0], given.device, given.vae, given.steps, given.warm, given.begun[0], given.pause_s
+        )
         return 0
     failed = 0
 
@@ -193,6 +212,7 @@ def main() -> int:
         for begun in given.begun:
             arguments = ["--models", name, "--begun", begun]
             arguments += ["--steps", str(given.steps), "--warm", str(given.warm)]
+            arguments += ["--pause-s", str(given.pause_s)]
             arguments += [word for key in ("device", "vae") for word in _named(key, getattr(given, key))]
             with tempfile.TemporaryDirectory(prefix="first-picture-") as folder:
                 for caches in ("empty", "full"):

@@ -164,7 +164,7 @@ def test_a_stand_in_is_told_apart_as_its_tensor_is() -> None:
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_arguments_are_one_variant_exactly_where_triton_says_so(counted: bool) -> None:
-    """Also of an argument that only counts, and is not told apart by multiples of 16."""
+    """Also of an argument that only counts, and is told apart neither by 1 nor by multiples of 16."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -181,7 +181,7 @@ def test_arguments_are_one_variant_exactly_where_triton_says_so(counted: bool) -
     for tensor in given:
         for number in numbers:
             theirs = str(bind(tensor, x, number, 1280, 3, EXACT=False, BLOCK=256)[1])
-            ours = ahead._sign(tensor), ahead._sign(number, not counted)
+            ours = ahead._sign(tensor), ahead._sign(number, counted)
             assert signs.setdefault(theirs, ours) == ours
     assert len(set(signs.values())) == len(signs)
 

@@ -114,8 +114,10 @@ def _prepare_libraries() -> None:
     """Settings that must stand before torch starts, none of which overrides the user's own.
 
     GNU OpenMP's threads spin at barriers until they are needed, which makes a shared machine crawl: the spin
-    is bounded here. The libraries' advice stays off the terminal unless CLEARWAY_DEBUG is set.
+    is bounded here. The libraries' advice stays off the terminal unless CLEARWAY_DEBUG is set. No kernels are
+    built for sizes that nobody asked for: a command's process ends with what it was asked for.
     """
+    os.environ.setdefault("CLEARWAY_OTHER_SIZES", "0")
     if sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     workarounds.prepare_environment()

@@ -27,7 +27,7 @@ from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import Frame, inside, within
 from clearway.execution.pool import Graph, Pool
-from clearway.ops import ahead, budget, contract
+from clearway.ops import ahead, budget, contract, other_sizes
 
 WARM_UPS = 2
 """Calls before a capture; the first of them builds our kernels and launches none."""
@@ -184,7 +184,7 @@ class CudaGraph:
         for mine, given, promise in zip(inputs, call.tensors, promised, strict=True):
             mine.copy_(given)
             lasting += [mine] if promise or not given.is_inference() else []
-        frame, routes = Frame(tuple(lasting)), dict[str, int]()
+        frame, routes, calls = Frame(tuple(lasting)), dict[str, int](), ahead.Calls()
         limit = budget.current(device).limit_bytes
 
         turns, plainly = itertools.count(), False
@@ -197,7 +197,7 @@ class CudaGraph:
             nonlocal plainly
             if next(turns) == 0:  # kernels are built at once, not one by one
                 with within(Frame(tuple(lasting))):
-                    ahead.build(run)
+                    ahead.build(run, calls=calls)
                 return None
             plainly = True
             return run()
@@ -225,6 +225,7 @@ class CudaGraph:
             machine.release_memory(Device(device.type, device.index))
         if reason is not None:
             return None, reason
+        other_sizes.begin(inputs, calls)
         unseen: list[Any] = [None] * len(inputs)
         return Graph(replay, output, inputs, frame, sample, routes, unseen, list(unseen)), None
 

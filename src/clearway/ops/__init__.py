@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clearway.ops.contract import Op
 
-_MACHINERY = ("contract", "state", "selftest", "budget", "workarounds", "ahead", "verdicts")
+_MACHINERY = ("contract", "state", "selftest", "budget", "workarounds", "ahead", "verdicts", "other_sizes")
 _SOURCES = ("_triton", "_cuda", "_torch", "_streaming")  # what parts of an op beside its file end with
 
 

@@ -46,7 +46,7 @@ class Kernel:
             copy = types.FunctionType(self.function.__code__, scope, self.name)
             copy.__annotations__ = inspect.get_annotations(self.function)
             copy.__module__, copy.__qualname__ = self.function.__module__, self.name
-            self._built = jit(copy, do_not_specialize_on_alignment=list(self.counts))
+            self._built = jit(copy, do_not_specialize=list(self.counts))
         return self._built
 
     def language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -88,8 +88,9 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 def counting(*counts: str) -> Callable[[Callable[..., Any]], Kernel]:
     """As `kernel`, where the arguments called `counts` say how many there are and not where they lie.
 
-    Whether such a number is a multiple of 16 tells Triton nothing that it could load wider by, so one variant
-    serves all, and another size of a picture needs none built. Not for the axis along which memory is read.
+    Whether such a number is 1 or a multiple of 16 tells Triton nothing that it could load wider by, so one
+    variant serves all, and another size of a picture needs none built. Not for the axis along which memory is
+    read.
     """
     return lambda function: Kernel(function, counts)
 

@@ -29,6 +29,7 @@ START_S = 120.0  # until its first line: starting torch on a busy machine
 COMMAND = ("-P", "-m", "clearway.ops.selftest")
 
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
+_ending = threading.Event()
 
 
 @dataclass(eq=False)
@@ -56,15 +57,20 @@ class Job:
 
 
 class Worker:
-    """One process that takes jobs. OSError, ValueError or TypeError where it cannot be started."""
+    """One process that takes jobs, of `command` (None: self-tests). OSError, ValueError or TypeError where it
+    cannot be started."""
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, environment: dict[str, str] | None = None, command: tuple[str, ...] | None = None
+    ) -> None:
+        if _ending.is_set():
+            raise OSError("the program is ending")
         self.jobs = 0
         self._began = False
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, *COMMAND],
+            [sys.executable, *(command or COMMAND)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -215,7 +221,8 @@ class Crew:
 
 @atexit.register
 def _end_all() -> None:
-    """No worker, not one that hangs, outlives the program."""
+    """No worker, not one that hangs, outlives the program, and none is started for jobs that are left."""
+    _ending.set()
     for worker in list(_alive):
         worker._kill()
 

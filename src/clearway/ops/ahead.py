@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from clearway.ops import state
 from clearway.ops._described import Described
 
 MOST = 16  # threads
+
+Calls = dict[tuple[str, tuple[Any, ...]], None]
+"""Distinct calls of ops in order: the op's name, and its arguments, tensors as Shaped."""
 
 _gathering: ContextVar[Gathering | None] = ContextVar("clearway_gathering", default=None)
 _built, _seconds = 0, 0.0
@@ -42,10 +45,27 @@ class Like:
         return self.address
 
 
-class Gathering:
-    """The distinct launches of a run, each given to a thread that builds it."""
+class Shaped(NamedTuple):
+    """What is known of a tensor without it; `offset` is how many elements past a multiple of 16 bytes."""
 
-    def __init__(self, threads: int | None = None) -> None:
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shaped:
+        """A tensor's."""
+        name = str(tensor.dtype).removeprefix("torch.")
+        past = tensor.data_ptr() % 16 // tensor.element_size()
+        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), past)
+
+
+class Gathering:
+    """The distinct launches of a run, each given to a thread that builds it; `calls` takes those of ops."""
+
+    def __init__(self, threads: int | None = None, calls: Calls | None = None) -> None:
+        self.calls = calls
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = ThreadPoolExecutor(threads or max(min(cores, MOST), 2), "clearway-build")
         self._seen: set[Any] = set()
@@ -57,7 +77,7 @@ class Gathering:
     def add(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Builds what `kernel.launch(grid, *args, **constants)` would run, unless it is under way."""
         names = kernel.function.__code__.co_varnames
-        signs = [_sign(arg, name not in kernel.counts) for arg, name in zip_longest(args, names[: len(args)])]
+        signs = [_sign(arg, name in kernel.counts) for arg, name in zip_longest(args, names[: len(args)])]
         key = (kernel, tuple(signs), tuple(constants.items()))
         if key in self._seen:
             return
@@ -67,6 +87,13 @@ class Gathering:
             _ = jit.cache_key, jit.device_caches[self._index]  # made here, once: threads would make several
             given = [_like(arg) for arg in args]
             self._threads.submit(_build, jit, given, constants, self._index)
+
+    def note(self, op: str, args: tuple[Any, ...]) -> None:
+        """Takes down a call of an op, or a question which way it would take, where anybody wants to know."""
+        if self.calls is not None:
+            described = tuple(Shaped.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            with contextlib.suppress(TypeError):  # of a list, which ops on images have none of
+                self.calls[op, described] = None
 
     def wait(self) -> None:
         """Comes back when all is built."""
@@ -78,15 +105,15 @@ def gathering() -> Gathering | None:
     return _gathering.get()
 
 
-def build(run: Callable[[], Any], threads: int | None = None) -> int:
+def build(run: Callable[[], Any], threads: int | None = None, calls: Calls | None = None) -> int:
     """Builds the kernels that `run()` launches on torch's current device, by calling it once with launches
-    left out; how many there were.
+    left out; how many there were. `calls` takes down which ops were called with which arguments.
 
     `run` must not keep what it computes. An error that comes of the values it is given here is passed over;
     faults of the device, and want of memory, are not.
     """
     global _built, _seconds
-    began, made = time.monotonic(), Gathering(threads)
+    began, made = time.monotonic(), Gathering(threads, calls)
     token = _gathering.set(made)
     try:
         with state.trusting():  # nothing of ours is launched, so nothing need be known of it yet
@@ -105,14 +132,16 @@ def times() -> dict[str, float]:
     return {"variants": _built, "seconds": round(_seconds, 3)}
 
 
-def _sign(arg: Any, aligned: bool = True) -> Any:
-    """What Triton tells arguments apart by: dtype and alignment; whole numbers by 1, by 16 and by width."""
+def _sign(arg: Any, counts: bool = False) -> Any:
+    """What Triton tells arguments apart by: dtype and alignment; whole numbers by width, and by 1 and by 16
+    unless the argument only counts."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, Described):
         return arg.sign()
     if isinstance(arg, int) and not isinstance(arg, bool):
-        return int, arg == 1, aligned and arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
+        told = (False, False) if counts else (arg == 1, arg % 16 == 0)
+        return int, *told, -(2**31) <= arg < 2**31, arg < 2**63
     return type(arg) if isinstance(arg, float) else arg
 
 

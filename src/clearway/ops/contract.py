@@ -25,7 +25,7 @@ from torch import Tensor
 
 from clearway import device as machine
 from clearway.errors import RequestError, UnavailableError, nearest
-from clearway.ops import state
+from clearway.ops import ahead, state
 from clearway.ops._implementation import (
     Case,
     Decision,
@@ -217,6 +217,9 @@ class Op:
         return self._route(args if len(args) == len(self._names) else self._bound(args, {}))
 
     def _route(self, args: Case) -> Implementation:
+        gathering = ahead.gathering()
+        if gathering is not None:
+            gathering.note(self.name, args)
         first = args[0]
         kind = "cuda" if first.is_cuda else "cpu" if first.is_cpu else first.device.type
         prepared = self._ready.get(kind)
@@ -436,6 +439,11 @@ def use(**names: str) -> Iterator[None]:
         yield
     finally:
         _choice.reset(token)
+
+
+def chosen_by_name() -> dict[str, str]:
+    """The implementations that `use` names here, by op."""
+    return dict(_choice.get())
 
 
 def route_key() -> tuple[int, tuple[tuple[str, str], ...]]:

@@ -22,7 +22,8 @@ CHUNKS, LARGE, CHUNKS_OF_LARGE = 128, 2**24, 256
 264 were tried (bench/results/nvidia-h200/candidates.jsonl), one and two for each multiprocessor; these are
 the powers of two beside them, of which the first is merged at once."""
 MERGED = 128
-"""Chunks that are merged at once."""
+"""Chunks that are merged at once. Where there are fewer the tile is as large, so that one variant serves
+small images of all sizes; what that costs there was not timed on a device."""
 
 
 def takes(channels: int, groups: int) -> bool:
@@ -195,7 +196,7 @@ def run(
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
         ONE=chunks <= MERGED,
-        BLOCK_K=min(power_of_two(chunks), MERGED),
+        BLOCK_K=MERGED,
         **same,
     )
     return out

@@ -98,6 +98,10 @@ def _group(
             tl.store(at, y.to(out.dtype.element_ty), mask=live)
 
 
+_group_last = counting("size")(_group.function)
+"""Where channels lie next to each other, so that memory is not read along the positions."""
+
+
 @kernel
 def _moments(
     x, means, squares, channels, size, chunk, x_n, x_c, x_p, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
@@ -234,7 +238,7 @@ def run(
     if one_pass:
         block_c, block_p = _tile(per_group, size, inner)
         unit = min(per_group & -per_group, 16)
-        _group.launch(
+        (_group_last if inner else _group).launch(
             (groups, batch),
             *(x, out, _or(weight, x), _or(bias, x), _or(shift, x), per_group // unit, size),
             *(*x_strides, *out_strides, shift_row, eps, float(per_group * size)),

@@ -18,7 +18,7 @@ from torch import Tensor
 from clearway.ops import _triton
 from clearway.ops._cases import normal
 from clearway.ops._layout import in_layout_of, plane_strides, refuse_alike, refuse_dtype
-from clearway.ops._triton import kernel, tl
+from clearway.ops._triton import counting, kernel, tl
 from clearway.ops.contract import Case, Given, op
 
 
@@ -115,6 +115,10 @@ def _forward(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live)
 
 
+_forward_last = counting("size")(_forward.function)
+"""Where channels lie next to each other, so that memory is not read along the positions."""
+
+
 @residual_add.implementation(
     "triton", device="cuda", absent=_triton.absent, refuse=_refuse, sources=("_triton.py",)
 )
@@ -128,7 +132,7 @@ def _triton_run(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tens
     inner = strides[1] == 1 and size > 1
     block_c = min(_triton.power_of_two(channels), 128 if inner else 4)
     block_p = min(_triton.power_of_two(size), 2048 // block_c)
-    _forward.launch(
+    (_forward_last if inner else _forward).launch(
         (-(-size // block_p), -(-channels // block_c), batch),
         *(x, x if bias is None else bias, x if residual is None else residual, out, channels, size),
         *(*strides, *r_strides, *out_strides),

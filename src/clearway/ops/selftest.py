@@ -355,9 +355,9 @@ def load(module: str, source: str) -> None:
         spec.loader.exec_module(made)
 
 
-def main() -> int:
+def main(work: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None] | None = None) -> int:
     """The process: takes jobs from stdin, one JSON line each, and answers with lines for whatever begins and
-    ends."""
+    ends. `work(job, tell)` does one (None: checks one implementation)."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not for the one who listens
 
@@ -367,7 +367,7 @@ def main() -> int:
 
     for text in sys.stdin:
         try:
-            _work(json.loads(text), tell)
+            (work or _work)(json.loads(text), tell)
         except (RuntimeError, MemoryError) as error:
             if "busy or unavailable" in str(error):  # a device that takes one process at a time
                 tell({"end": True, "scarce": "of the device, which another process has"})

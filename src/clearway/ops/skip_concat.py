@@ -17,7 +17,7 @@ from torch import Tensor
 from clearway.ops import _triton
 from clearway.ops._cases import normal
 from clearway.ops._layout import plane_strides, refuse_alike, refuse_dtype
-from clearway.ops._triton import kernel, tl
+from clearway.ops._triton import counting, kernel, tl
 from clearway.ops.contract import Case, Given, op
 
 CHANNELS, POSITIONS = 256, 8
@@ -104,6 +104,10 @@ def _forward(
     tl.store(out + n * out_n + p * out_p + wide * out_c, tl.where(first, one, other), mask=live)
 
 
+_forward_last = counting("size")(_forward.function)
+"""Where channels lie next to each other, so that memory is not read along the positions."""
+
+
 @skip_concat.implementation(
     "triton", device="cuda", absent=_triton.absent, refuse=_refuse, sources=("_triton.py",)
 )
@@ -119,7 +123,7 @@ def _triton_run(x: Tensor, skip: Tensor) -> Tensor:
     inner = strides[0][1] == 1 and size > 1  # channels lie next to each other
     block_c = min(_triton.power_of_two(both), CHANNELS if inner else POSITIONS)
     block_p = min(_triton.power_of_two(size), CHANNELS * POSITIONS // block_c)
-    _forward.launch(
+    (_forward_last if inner else _forward).launch(
         (-(-size // block_p), -(-both // block_c), batch),
         *(x, skip, out, channels, both, size, *strides[0], *strides[1], *strides[2]),
         BLOCK_C=block_c,
