@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,6 +108,7 @@ def _read_if_it_fits(
     except UnavailableError as error:
         if device.kind != "cuda" or error.__cause__ is None or not machine.is_out_of_memory(error.__cause__):
             raise
+    gc.collect()  # what was read of it, before the memory is needed again
     machine.release_memory(device)
     return None
 
