@@ -13,7 +13,7 @@ import torch
 
 from clearway import device, home
 from clearway.device import CONTEXT_BYTES, Device, Memory
-from clearway.ops import _allowance, state, verdicts
+from clearway.ops import _allowance, discover, state, verdicts
 from clearway.ops._allowance import CASES_BYTES, MOST, SHARE, WORKER_BYTES
 from clearway.ops._workers import Crew, Job
 from clearway.ops.contract import Implementation
@@ -292,3 +292,26 @@ def test_what_they_claim_is_of_the_device_they_run_on(share: Callable[[float], G
     assert claimed == [workers * WORKER_BYTES] * 2 + [0, 0] and 1 <= workers <= 3
     verdicts._crew.wait()
     assert verdicts.claimed_bytes(CUDA) == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("spare", [WORKER_BYTES, None])
+def test_on_a_device_they_take_no_more_than_they_are_counted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int | None
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path))
+    state.forget()
+    torch.zeros(1, device="cuda")  # this process has its own context from now on
+    before = lowest = torch.cuda.mem_get_info()[0]
+    with verdicts.leaving(spare):
+        assert verdicts.prepare(tuple(discover()), "cuda", torch.float16) > 5
+    claimed = verdicts.claimed_bytes(CUDA)
+    while verdicts._crew.at_work:
+        lowest = min(lowest, torch.cuda.mem_get_info()[0])
+        time.sleep(0.005)
+    assert before - lowest <= claimed and (spare is None or claimed == spare)
+    assert torch.cuda.mem_get_info()[0] >= before - 2**26  # given back
+    assert not verdicts.held_back("cuda") and state.losses() == ()
+    state.forget()
