@@ -10,17 +10,25 @@ after that the cap is lifted and the same picture drawn with everything resident
 case: the estimates by part, the plan, what was really held (tensors by stage, torch's allocator, the driver),
 times, and how far the picture is from the resident one. Without CUDA nothing is capped or moved, and the rest
 runs all the same.
+
+Self-tests run in processes of their own beside the first picture of a machine: what the whole device had in
+use, less what other processes had before the case, is `device_peak_bytes` (while loading, of the first
+picture, of later ones), and `first_within_cap` and its like say whether that is within the card. Each case
+has a state folder of its own, empty at first, in which no verdict is known; `--state kept` takes the
+machine's. `--begun` says when self-tests begin: "at load", as clearway.load begins them, or "at generate".
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import gc
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,16 +41,18 @@ import torch
 import clearway
 from clearway import device as machine
 from clearway.device import CONTEXT_BYTES, Device
-from clearway.errors import UnavailableError
 from clearway.execution.release import release
 from clearway.measure.memory import Meter
 from clearway.measure.provenance import provenance
 from clearway.measure.random_model import SUFFIX, random_model
-from clearway.models import Model, chosen, estimate, placement
+from clearway.models import Model, _checks, chosen, estimate, placement
+from clearway.models.load import _read_where_it_fits
+from clearway.ops import state, verdicts
 from clearway.types import Event, Precision, StageDone
 
 CASES = ("sd15-random:4", "sdxl-random:8", "sdxl-random:6")
 GIB = 2**30
+BEGUN = ("at load", "at generate")
 
 
 def modules(model: Model) -> dict[str, tuple[Any, ...]]:
@@ -105,28 +115,71 @@ def limited(device: Device, cap: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
-def loaded(name: str, device: Device, precision: Precision, cap: int) -> tuple[Model, str]:
+def loaded(name: str, device: Device, precision: Precision, cap: int, begun: str) -> tuple[Model, str]:
     """(model, "device" or "host", where its weights lie): as `clearway.load` does, on the host where the
     device has no memory for all of it."""
+    if begun == "at load":
+        _checks.begin_loading(device, precision, cap)
+    model = _read_where_it_fits(lambda where: random_model(name, where, precision), device, cap)
+    where = next(model.unet.parameters()).device.type
+    return model, "device" if where == device.kind else "host"
+
+
+class _Memory(ctypes.Structure):
+    """The driver's nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def free_before(device: Device) -> int | None:
+    """Bytes of a CUDA device that are free, asked without this process taking any of it as torch's question
+    would; None where the driver does not tell."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = device.index or 0
+    name = names[index].strip() if index < len(names) and names[index] else str(index)
+    handle, memory = ctypes.c_void_p(), _Memory()
     try:
-        with machine.capped(device, cap):
-            return random_model(name, device, precision), "device"
-    except UnavailableError:
-        if device.kind != "cuda":
-            raise
-    gc.collect()
-    machine.release_memory(device)
-    model = random_model(name, Device("cpu"), precision)
-    return dataclasses.replace(model, device=device), "host"
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+        failed = driver.nvmlInit_v2()
+        if name.isdigit():
+            failed = failed or driver.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
+        else:
+            failed = failed or driver.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+        failed = failed or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else int(memory.free)
 
 
-def measured(name: str, device: Device, precision: Precision, size: float, steps: int) -> dict[str, Any]:
+def in_use_by_others(device: Device) -> int | None:
+    """Bytes of a CUDA device that other processes have, before this one has used it; None where that is not
+    told."""
+    free = free_before(device) if device.kind == "cuda" else None
+    return None if free is None else max(torch.cuda.mem_get_info(device.index or 0)[1] - free, 0)
+
+
+def within(meters: dict[str, Meter], device: Device, others: int | None, cap: int) -> dict[str, Any]:
+    """What this process and those it began had of the device at most, by meter, and whether that is within
+    the cap. What others had counts as theirs for as long as the case runs; where it is not told, as none."""
+    if device.kind != "cuda":
+        return {"device_peak_bytes": None, **{f"{name}_within_cap": None for name in meters}}
+    peaks = {name: meter.driver_peak_bytes - (others or 0) for name, meter in meters.items()}
+    return {
+        "device_peak_bytes": peaks,
+        **{f"{name}_within_cap": peak <= cap for name, peak in peaks.items()},
+    }
+
+
+def measured(
+    name: str, device: Device, precision: Precision, size: float, steps: int, begun: str
+) -> dict[str, Any]:
     """One case, in a process that has used the device for nothing else."""
+    others = in_use_by_others(device)
     request = clearway.Request(prompt="a red apple", negative_prompt="blurry", steps=steps, seed=1)
     cap = int(size * GIB)
     with limited(device, cap):
         with Meter(device, 0.002) as loading:
-            model, loaded_on = loaded(name, device, precision, cap)
+            model, loaded_on = loaded(name, device, precision, cap, begun)
         weights = {part: estimate.weight_bytes(held) for part, held in modules(model).items()}
         capped = dataclasses.replace(model, memory_limit_bytes=cap)
         order = request.resolved(model.defaults)
@@ -158,6 +211,12 @@ def measured(name: str, device: Device, precision: Precision, size: float, steps
         "memory_loading": loading.as_record(),
         "memory_first": first_meter.as_record(),
         "memory": meter.as_record(),
+        "begun": begun,
+        "self_tests_s": verdicts.times()["checks_s"],
+        "self_tests_waited_s": verdicts.times()["waited_s"],
+        "not_used": list(state.losses()),
+        "others_bytes": others,
+        **within({"loading": loading, "first": first_meter, "later": meter}, device, others, cap),
         "outside_allocator_bytes": outside,
         "process_peak_bytes": allocator + outside,
         "within_cap": allocator + outside <= cap if device.kind == "cuda" else None,
@@ -169,6 +228,23 @@ def measured(name: str, device: Device, precision: Precision, size: float, steps
         "largest_error_of_255": int(np.abs(error).max()),
         "psnr_db": None if square == 0 else round(10 * float(np.log10(255**2 / square)), 2),
     }
+
+
+@contextmanager
+def state_folder(which: str) -> Iterator[None]:
+    """Within it the state folder is the machine's own ("kept"), or a new one, "empty" at first."""
+    if which == "kept":
+        yield
+        return
+    before = os.environ.get("CLEARWAY_HOME")
+    with tempfile.TemporaryDirectory(prefix="memory-", ignore_cleanup_errors=True) as folder:
+        os.environ["CLEARWAY_HOME"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["CLEARWAY_HOME"]
+            if before is not None:
+                os.environ["CLEARWAY_HOME"] = before
 
 
 def each(cases: list[str], arguments: list[str]) -> int:
@@ -187,10 +263,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dtype", help="of all parts (float16 on CUDA, else float32)")
     parser.add_argument("--vae-dtype", help="the VAE's, where it is another")
+    parser.add_argument("--begun", default=BEGUN[0], choices=BEGUN, help="when self-tests begin")
+    parser.add_argument("--state", default="empty", choices=("empty", "kept"), help="the state folder")
     given = parser.parse_args()
     cases = given.case or list(CASES)
     if len(cases) > 1:
-        options = ("output", "device", "steps", "dtype", "vae_dtype")
+        options = ("output", "device", "steps", "dtype", "vae_dtype", "begun", "state")
         named = {f"--{name.replace('_', '-')}": getattr(given, name) for name in options}
         return each(cases, [f"{name}={value}" for name, value in named.items() if value is not None])
     device: Device = machine.pick(given.device)
@@ -198,7 +276,9 @@ def main() -> int:
     precision = Precision(unet=dtype, text_encoder=dtype, vae=given.vae_dtype or dtype)
     name, _, size = cases[0].partition(":")
     begun = time.perf_counter()
-    line = measured(name.removesuffix(SUFFIX), device, precision, float(size), given.steps)
+    with state_folder(given.state):
+        line = measured(name.removesuffix(SUFFIX), device, precision, float(size), given.steps, given.begun)
+    line = {"state": given.state, **line}
     line = {**line, **provenance(device), "took_s": round(time.perf_counter() - begun, 1)}
     text = json.dumps(line, ensure_ascii=False)
     print(text, flush=True)

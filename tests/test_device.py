@@ -82,6 +82,10 @@ def test_out_of_memory_is_recognised() -> None:
     assert device.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert device.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
     assert device.is_out_of_memory(RuntimeError("Invalid buffer size: 8.00 GiB"))
+    assert device.is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cub`"))
+    assert device.is_out_of_memory(
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED")
+    )
     assert not device.is_out_of_memory(RuntimeError("shape mismatch"))
 
 

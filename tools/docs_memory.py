@@ -25,6 +25,11 @@ RESIDENT_BEFORE = (
     "of a picture of {steps} steps."
 )
 
+WITH_SELF_TESTS = (
+    " With self-tests is what the whole device had in use at most, their processes included, less what other "
+    "programs had before."
+)
+
 
 def memory_block() -> str:
     """The tables of every machine that has such a record; nothing where none has."""
@@ -44,12 +49,18 @@ def table(lines: list[dict[str, Any]]) -> str:
     caption = FROM_THE_START if all(map(from_the_start, lines)) else RESIDENT_BEFORE
     steps = ", ".join(dict.fromkeys(str(line["steps"]) for line in lines))
     said = caption.format(steps=steps)
+    said += WITH_SELF_TESTS if any(map(told_with_self_tests, lines)) else ""
     return "\n".join([f"{about['device']}, {words}:", "", HEADING, "|" + " --- |" * 9, *rows, "", said])
 
 
 def from_the_start(line: dict[str, Any]) -> bool:
     """Whether the process was capped before it held anything."""
     return "memory_loading" in line
+
+
+def told_with_self_tests(line: dict[str, Any]) -> bool:
+    """Whether it holds what the whole device had in use, self-tests' processes included."""
+    return bool(line.get("device_peak_bytes"))
 
 
 def row(line: dict[str, Any]) -> list[str]:
@@ -60,6 +71,10 @@ def row(line: dict[str, Any]) -> list[str]:
         later = line["memory"]["allocator_peak_bytes"] + line["outside_allocator_bytes"]
         words = f"{later / GIB:.2f} GiB ({words})"
         within = "later ones" if later <= cap < peak else within
+    if told_with_self_tests(line):
+        words += f", {max(line['device_peak_bytes'].values()) / GIB:.2f} GiB with self-tests"
+        if not all(line[f"{when}_within_cap"] for when in line["device_peak_bytes"]):
+            within = "**no**"
     return [
         line["case"],
         line["size"],

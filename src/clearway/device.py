@@ -301,7 +301,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
         sign in text
-        for sign in ("out of memory", "can't allocate memory", "not enough memory", "invalid buffer size")
+        for sign in (
+            "out of memory",
+            "can't allocate memory",
+            "not enough memory",
+            "invalid buffer size",
+            "status_alloc_failed",  # cuBLAS, cuDNN
+            "allocation_failed",  # cuDNN from 9 on
+        )
     )
 
 

@@ -22,7 +22,7 @@ from clearway.execution import executor
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
 from clearway.models import Decoded, Model, UNetDenoiser, chosen, decode, load, place
-from clearway.ops import budget, state
+from clearway.ops import budget, state, verdicts
 from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
 from clearway.request import Request
@@ -77,6 +77,7 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None, given: Mode
 
     with (
         machine.capped(model.device, model.memory_limit_bytes),
+        verdicts.leaving(placed.spare_bytes),
         machine.tf32(model.device, model.precision.tf32),
         nullcontext() if tuned is None else state.trying(tuned),
         recording(routes),

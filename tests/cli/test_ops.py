@@ -68,6 +68,19 @@ def test_what_takes_no_case_is_refused_and_has_not_failed(
     assert code == 0 and {row["verdict"] for row in json.loads(out)["results"]} == {"refused"}
 
 
+def test_what_could_not_be_tested_is_not_called_wrong_and_not_sound(
+    run, no_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streaming = next(i for i in ops.discover()["attention"].implementations if i.name == "streaming")
+    untested = state.Verdict(False, "its process had too little memory", tested=False)
+    state.remember(streaming, "cpu", untested)
+    code, out, _ = run("ops", "list", "attention")
+    assert code == 0 and "untested: its process had too little memory\n" in out
+    monkeypatch.setattr(verdicts, "isolated", lambda *_, **__: untested)
+    code, out, _ = run("ops", "check", "attention", "--device", "cpu", "--json")
+    assert code == 3 and {row["verdict"] for row in json.loads(out)["results"]} == {"untested"}
+
+
 def test_check_runs_isolated_processes_and_writes_one_file(run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

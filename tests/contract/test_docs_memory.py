@@ -55,6 +55,16 @@ def test_a_process_that_was_capped_from_its_start(docs: ModuleType) -> None:
     assert "capped from its start" in told and "of 8 steps" in told and "commit 0123456789," in told
 
 
+def test_what_self_tests_took_beside_it_counts(docs: ModuleType) -> None:
+    whens = ("loading", "first", "later")
+    peaks = {"device_peak_bytes": dict(zip(whens, (7 * GIB, 7.75 * GIB, 7 * GIB), strict=True))}
+    line = {**LINE, **peaks, **{f"{when}_within_cap": True for when in whens}}
+    told = docs.table([line])
+    assert "| 7.50 GiB, 7.75 GiB with self-tests | yes | 9.00 |" in told and "whole device" in told
+    assert "| **no** |" in docs.table([{**line, "first_within_cap": False}])
+    assert "whole device" not in docs.table([{**LINE, "device_peak_bytes": None}])
+
+
 def test_one_that_had_held_more_before_shows_later_pictures_alone(docs: ModuleType) -> None:
     line = {**LINE, "process_peak_bytes": 9 * GIB}
     assert "| 9.00 GiB | **no** |" in docs.table([line])

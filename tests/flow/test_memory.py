@@ -1,4 +1,4 @@
-"""Tiles from the request to the parameters of the picture and back."""
+"""Tiles from the request to the parameters of the picture and back; what self-tests are left meanwhile."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import clearway
 from clearway import infotext
 from clearway.device import Device
 from clearway.models import load, placement
+from clearway.ops import _allowance
 from clearway.request import Request
 
 ASKED = Request(prompt="a red apple", seed=1, steps=1, width=520, height=512, cfg_scale=1)
@@ -38,3 +39,13 @@ def test_tiles_come_by_themselves_where_memory_is_short(model, monkeypatch: pyte
     assert any("decoding it whole needs about" in note for note in result.notes)
     never = clearway.generate(Request(**ASKED.as_dict() | {"vae_tiling": False}), model)
     assert "VAE tiling" not in never.infotexts[0] and never.notes == ()
+
+
+@pytest.mark.parametrize("spare", [None, 2**30])
+def test_self_tests_take_what_the_plan_leaves_for_as_long_as_it_holds(
+    model, monkeypatch: pytest.MonkeyPatch, spare: int | None
+) -> None:
+    heard = []
+    monkeypatch.setattr(placement.Placement, "spare_bytes", property(lambda self: spare))
+    clearway.generate(ASKED, model, lambda event: heard.append(_allowance._spare.get()))
+    assert set(heard) == {spare} and len(heard) > 3 and _allowance._spare.get() is None

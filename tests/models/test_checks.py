@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +64,38 @@ def test_where_nothing_was_put_nothing_is_begun(asked: list[tuple[Any, ...]]) ->
     assert _checks.begin("unet", nn.ReLU(), report) == 0 and not asked
     assert _checks.begin("unet", nn.Linear(2, 2), report) == 2
     assert asked == [(("geglu", "geglu_linear"), "cpu", torch.float32, {})]
+
+
+def test_a_models_part_is_tested_on_its_device_within_its_limit(
+    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the part rests just then."""
+    limits: list[tuple[Device, int | None]] = []
+
+    @contextmanager
+    def capped(device: Device, limit: int | None) -> Iterator[None]:
+        limits.append((device, limit))
+        yield
+
+    monkeypatch.setattr("clearway.device.capped", capped)
+    card, report = Device("cuda", 0), Report(placed={"layer_norm": ["unet.norm"]})
+    model: Any = SimpleNamespace(device=card, memory_limit_bytes=2**33)
+    assert _checks.begin("unet", nn.Linear(2, 2).half(), report, model) == 1
+    assert asked == [(("layer_norm",), "cuda", torch.float16, {})] and limits == [(card, 2**33)]
+    _checks.begin_loading(card, Precision(), 2**32)
+    assert limits[1:] == [(card, 2**32)]
+
+
+def test_a_model_that_is_accelerated_says_its_device(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr(_checks, "begin", lambda label, part, report, model: heard.append((label, model)))
+    model = models.load(folders["sd1"], device="cpu")
+    accelerate(model)
+    assert [one for _, one in heard] == [model] * len(heard) and "unet" in dict(heard)
+    accelerate(model.unet)
+    assert heard[-1][1] is None
 
 
 def test_before_a_model_is_read_what_it_will_be_run_by_is_begun(

@@ -19,6 +19,7 @@ from clearway.device import Device
 from clearway.errors import RequestError, UnavailableError
 from clearway.models import hub, library, load
 from clearway.models.build import guard
+from clearway.ops import verdicts
 from clearway.types import Precision
 
 
@@ -175,12 +176,48 @@ def test_what_does_not_fit_the_device_at_once_stays_on_the_host(
     monkeypatch.setattr("clearway.device.release_memory", lambda device: None)
     monkeypatch.setattr("clearway.models.build.release_memory", lambda device: None)
     model = load(folders["sd1"], device=card, precision=Precision(), memory_limit_bytes=2**30)
-    assert tried == ["cuda:0", "cpu"] and limits == [2**30]
+    assert tried == ["cuda:0", "cpu"] and limits == [2**30] * 2  # of self-tests and of reading
     assert model.device == card and model.memory_limit_bytes == 2**30
     assert next(model.unet.parameters()).device.type == "cpu"
     assert model.notes[-1] == (
         "tiny-sd1 does not fit into the memory of cuda:0 at once: it is moved there part by part"
     )
+
+
+@pytest.mark.parametrize("fits", ["beside them", "after them", "never"])
+@pytest.mark.parametrize("limit", [None, 2**33])
+def test_what_does_not_fit_beside_self_tests_is_read_again_after_them(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fits: str, limit: int | None
+) -> None:
+    """So a first load is as later ones are, which meet none."""
+    card, done = Device("cuda", 0), list[Any]()
+    module = importlib.import_module("clearway.models.load")
+    real, claim = module.load_folder, 2**30
+
+    def read(path: Path, *, device: Device, **given: Any) -> Any:
+        done.append(str(device))
+        if device == card and (fits == "never" or (fits == "after them" and "settle cuda" not in done)):
+            with guard("the UNet", device):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(path, device=Device("cpu"), **given)
+
+    @contextmanager
+    def capped(device: Device, limit: int | None) -> Iterator[None]:
+        done.append(limit)
+        yield
+
+    monkeypatch.setattr(module, "load_folder", read)
+    monkeypatch.setattr("clearway.device.capped", capped)
+    monkeypatch.setattr("clearway.device.release_memory", lambda device: None)
+    monkeypatch.setattr("clearway.models.build.release_memory", lambda device: None)
+    monkeypatch.setattr(verdicts, "prepare", lambda *given: done.append("begin") or 1)
+    monkeypatch.setattr(verdicts, "claimed_bytes", lambda device: claim)
+    monkeypatch.setattr(verdicts, "settle", lambda kind: done.append(f"settle {kind}"))
+    model = load(folders["sd1"], device=card, precision=Precision(), memory_limit_bytes=limit)
+    beside, after = [limit and limit - claim, "cuda:0"], ["settle cuda", limit, "cuda:0"]
+    wanted = {"beside them": beside, "after them": [*beside, *after], "never": [*beside, *after, "cpu"]}
+    assert done == [limit, "begin", *wanted[fits]]
+    assert any("part by part" in note for note in model.notes) == (fits == "never")
 
 
 def test_a_limit_that_limits_nothing_is_noted(folders: dict[str, Path]) -> None:

@@ -24,6 +24,8 @@ from clearway.models.accelerate import OPS, apply
 from clearway.models.build import classes, diffusers_module, text_module
 from clearway.models.estimate import Parts
 from clearway.models.placement import Placement, decide
+from clearway.ops import verdicts
+from clearway.ops._allowance import WORKER_BYTES
 from clearway.request import Request
 from clearway.types import Choices, Precision
 
@@ -274,6 +276,88 @@ def test_plan_reads_the_room_under_the_models_limit(monkeypatch: pytest.MonkeyPa
     assert limits == [(CUDA, 8 * GIB)] and made.room_bytes == card(8)
     assert made.order == Order(width=1024, height=1024, steps=20, count=3, batch=3, guided=True)
     assert set(made.record()) >= {"text", "unet", "vae", "need_bytes", "room_bytes", "parts"}
+
+
+class SelfTests:
+    """Self-tests that claim memory of a card until they are settled; what is done for them, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: float, claim: int, held: bool) -> None:
+        self.size, self.claim, self.held, self.done = size, claim, held, list[str]()
+        self.resting = False
+        monkeypatch.setattr("clearway.device.capped", lambda device, limit: ExitStack())
+        monkeypatch.setattr("clearway.device.release_memory", lambda device: self.done.append("release"))
+        monkeypatch.setattr("clearway.device.room", lambda device: card(self.size))
+        monkeypatch.setattr(placement, "rest", self.rest)
+        monkeypatch.setattr(verdicts, "claimed_bytes", lambda device: self.claim)
+        monkeypatch.setattr(verdicts, "held_back", lambda kind: self.held)
+        monkeypatch.setattr(verdicts, "has_room", lambda kind: self.resting or not self.held)
+        monkeypatch.setattr(verdicts, "settle", self.settle)
+
+    def rest(self, model: Any) -> None:
+        self.done.append("rest")
+        self.resting = True
+
+    def settle(self, kind: str) -> None:
+        self.done.append(f"settle {kind}")
+        self.claim, self.held = 0, False
+
+
+def asked_for(side: int) -> Request:
+    return Request(width=side, height=side, steps=20, cfg_scale=5, seed=1, count=1, batch_size=1)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("claim", [0, WORKER_BYTES, 3 * WORKER_BYTES])
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16, 24, 80])
+def test_a_first_plan_is_that_of_later_ones_and_leaves_self_tests_their_room(
+    monkeypatch: pytest.MonkeyPatch, sdxl: Any, size: float, claim: int, held: bool
+) -> None:
+    """Whatever self-tests take when it is made: they are waited for where it would be another beside them."""
+    sdxl.memory_limit_bytes = None
+    testing = SelfTests(monkeypatch, size, claim, held)
+    made = placement.plan(sdxl, asked_for(1024))
+    later = decide(sdxl, order(1024), card(size))
+    assert (made.fit.way, made.fit.keep_bytes) == (later.fit.way, later.fit.keep_bytes)
+    assert made.spare_bytes is not None
+    if testing.done:  # waited for: nothing is claimed any more
+        assert made.notes == later.notes and made.claimed_bytes == 0
+        assert testing.done == ["release", *(["rest"] if held else []), "settle cuda"]
+    else:
+        assert made.claimed_bytes == claim <= made.spare_bytes
+        assert _options.fits(made.fit.need_bytes, card(size) - claim)
+        assert claim == 0 or made.whole or not held
+    assert size < 80 or (made.whole and not testing.done)  # on a large card nobody waits
+
+
+def test_what_fits_only_without_self_tests_is_planned_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta("sdxl", torch.float16)
+    model.memory_limit_bytes = None
+    least = next(size / 10 for size in range(10, 80) if _drawable(model, size / 10))
+    testing = SelfTests(monkeypatch, least, WORKER_BYTES, False)
+    assert not placement.plan(model, asked_for(1024)).whole and testing.done[-1] == "settle cuda"
+    testing = SelfTests(monkeypatch, 1, WORKER_BYTES, False)
+    with pytest.raises(UnavailableError, match=f"{card(1) / GIB:.1f} GiB is free"):  # all that there is
+        placement.plan(model, asked_for(1024))
+    assert testing.done[-1] == "settle cuda"
+
+
+def _drawable(model: Any, size: float) -> bool:
+    try:
+        return bool(decide(model, order(1024), card(size)))
+    except UnavailableError:
+        return False
+
+
+def test_what_a_plan_leaves_is_of_the_device_that_kernels_are_tested_on() -> None:
+    model = on_meta("sd15", torch.float16)
+    made = decide(model, order(512), card(24))
+    assert made.spare_bytes == _options.usable(card(24)) - made.fit.need_bytes
+    model.device = Device("cuda", 1)
+    assert decide(model, order(512), card(24)).spare_bytes is None
+    model.device = Device("cpu")
+    assert decide(model, order(512), card(24)).spare_bytes is None
+    model.device = CUDA
+    assert decide(model, order(512), int(made.fit.need_bytes * 1.05) + 2**28 + 2**21).spare_bytes < 2**22
 
 
 @pytest.mark.cuda

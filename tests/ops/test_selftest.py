@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from clearway.ops import selftest, state
+from clearway import device
+from clearway.ops import selftest, state, verdicts
 from clearway.ops.attention import attention
 from clearway.ops.contract import Implementation, use
 from ops.faulty import faulty_double
@@ -119,3 +123,24 @@ def test_its_process_prints_lines() -> None:
     )
     assert done.returncode != 0 and "KeyError" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_job_keeps_to_its_limit_and_leaves_nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job of a worker: others use the device beside it."""
+    asked: list[Any] = []
+
+    @contextmanager
+    def capped(where: device.Device, limit: int | None) -> Iterator[None]:
+        asked.append((str(where), limit))
+        yield
+        asked.append("done")
+
+    monkeypatch.setattr(device, "capped", capped)
+    monkeypatch.setattr(device, "release_memory", lambda where: asked.append(f"released {where}"))
+    job = verdicts._content(named("sound"), "cpu", torch.float32, (2, 3), False)
+    for limit in ({"limit_bytes": 2**30}, {}):
+        lines: list[dict[str, Any]] = []
+        selftest._work({**job, **limit}, lines.append)
+        assert lines[0] == {"started": True} and lines[-1]["problem"] == ""
+    once = ["done", "released cpu"]
+    assert asked == [("cpu", 2**30), *once, ("cpu", None), *once]

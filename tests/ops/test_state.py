@@ -243,3 +243,20 @@ def test_what_is_known_to_be_wrong_is_so_where_nobody_waits_for_a_verdict(
         state.forget()
     monkeypatch.setenv(state.INSIDE, "1")
     assert state.verdict(made, "cpu", args[torch.bfloat16]) is None
+
+
+def test_what_could_not_be_tested_is_said_held_here_and_forgiven(made: Implementation) -> None:
+    half, full = torch.float16, torch.float32
+    untested = state.Verdict(False, "there was no memory", ("float16",), tested=False)
+    state.remember(made, "cpu", untested)
+    state.store_verdict(made, "cpu", False, "wide: wrong", ("float32",))
+    assert state.ruled_out(made, "cpu", half) == "its self-test could not run: there was no memory"
+    assert len(state.losses()) == 2
+    before = state.version()
+    for dtype in (half, full):
+        state.forgive(made, "cpu", dtype)
+    assert state.known(made, "cpu", half) is None and state.version() != before
+    assert not state.known(made, "cpu", full).sound and "wide: wrong" in str(state.losses())
+    state.remember(made, "cpu", state.Verdict(False, "no memory", tested=False))  # in any dtype
+    state.forgive(made, "cpu", half)
+    assert state.ruled_out(made, "cpu") is None and len(state.losses()) == 1

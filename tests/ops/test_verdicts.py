@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearway import device, home
-from clearway.ops import discover, state, verdicts
+from clearway import home
+from clearway.ops import _allowance, discover, state, verdicts
 from clearway.ops._workers import Crew, Job
 from clearway.ops.contract import Implementation, recording
 from ops.faulty import faulty_double
@@ -47,9 +47,10 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def on_a_gpu(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The faulty implementations taken for kernels of a GPU with room for three workers."""
     monkeypatch.setattr(verdicts, "_candidates", lambda name, kind: list(faulty_double.implementations))
-    monkeypatch.setattr(verdicts, "_most", lambda kind: 3)
+    monkeypatch.setattr(_allowance, "most", lambda kind, share=4: 3)
     monkeypatch.setattr(verdicts, "SILENCE_S", 1.5)
     monkeypatch.setattr(verdicts, "_expected", {})
+    monkeypatch.setattr(verdicts, "_held", {})
     monkeypatch.setattr(verdicts, "ON_DEMAND", ())
     return fresh
 
@@ -157,7 +158,7 @@ def test_a_failure_after_other_jobs_is_believed_only_from_a_fresh_process(
         job.lines = [{"case": "wide float32", "dtype": "float32", "problem": "it is 3 from float64"}]
 
     fake.answers = {"aborts": ruin, "hangs": dies_of_it, "green": wrong}
-    monkeypatch.setattr(verdicts, "_most", lambda kind: 1)
+    monkeypatch.setattr(_allowance, "most", lambda kind, share=4: 1)
     verdicts.prepare(("faulty_double",), "cpu", torch.float32)
     finished()
     sound = {
@@ -183,7 +184,7 @@ def test_a_wait_is_for_one_verdict_and_it_comes_first(
         order.append(job.content["implementation"])
 
     fake.answers = {one.name: note for one in faulty_double.implementations} | {"aborts": stuck}
-    monkeypatch.setattr(verdicts, "_most", lambda kind: 1)
+    monkeypatch.setattr(_allowance, "most", lambda kind, share=4: 1)
     verdicts.prepare(("faulty_double",), "cpu", torch.float32)
     found: list[state.Verdict] = []
     args = (torch.ones(2, 3),)
@@ -275,17 +276,6 @@ def test_a_crash_in_one_dtype_is_that_ones(fresh: Path) -> None:
     verdict = verdicts._concluded(named("sound"), "cpu", job)
     assert not verdict.sound and verdict.dtypes == ("float16",) and "'wide float16'" in verdict.reason
     assert state.known(named("sound"), "cpu", torch.float32) is None  # it did not come to its end
-
-
-def test_workers_are_bounded_by_cores_and_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 5 * verdicts.SHARE * verdicts.WORKER_BYTES // 2
-    monkeypatch.setattr(device, "memory", lambda one: device.Memory(2**34, free))
-    monkeypatch.setattr(verdicts, "_cores", lambda: 16)
-    assert (verdicts._most("cpu"), verdicts._most("cuda")) == (12, 2)
-    monkeypatch.setattr(device, "memory", lambda one: device.Memory(2**34, 0))
-    assert verdicts._most("cuda") == 1
-    monkeypatch.setattr(verdicts, "_cores", lambda: 1)
-    assert verdicts._most("cpu") == 1
 
 
 def test_the_case_that_killed_it_is_named(fresh: Path) -> None:

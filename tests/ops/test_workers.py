@@ -145,3 +145,90 @@ def test_a_bug_in_what_follows_leaves_nobody_waiting(capsys: pytest.CaptureFixtu
         crew.give(one, 1)
     assert all(one.done.wait(60) for one in jobs) and not jobs[1].failed()
     assert "a bug" in capsys.readouterr().err
+
+
+class Ending:
+    """A worker without a process that takes its time to end."""
+
+    jobs = 0
+    made: list[Ending]
+    go: threading.Event
+
+    def __init__(self) -> None:
+        self.ended = False
+        Ending.made.append(self)
+
+    def run(self, job: Job) -> None:
+        job.lines = [{"case": job.content["name"], "problem": ""}]
+
+    def close(self) -> None:
+        Ending.go.wait(60)
+        self.ended = True
+
+
+@pytest.fixture
+def ending() -> type[Ending]:
+    Ending.made, Ending.go = [], threading.Event()
+    return Ending
+
+
+def test_a_worker_is_at_work_until_its_process_is_gone(ending: type[Ending]) -> None:
+    """What it holds of a device is held till then; a job that comes meanwhile is done by a fresh one."""
+    crew, waited = Crew(ending), threading.Event()
+    first, second = job("one"), job("two")
+    assert crew.give(first, 1) and first.done.wait(60)
+    thread = threading.Thread(target=lambda: (crew.wait(), waited.set()))
+    thread.start()
+    assert not waited.wait(0.05) and crew.at_work == 1
+    assert crew.give(second, 1) and not second.done.wait(0.05)
+    ending.go.set()
+    assert second.done.wait(60) and waited.wait(60) and crew.at_work == 0
+    assert [one.ended for one in ending.made] == [True, True]
+    thread.join()
+
+
+def test_without_room_for_one_a_job_is_taken_only_by_who_is_at_work(ending: type[Ending]) -> None:
+    crew, first, second = Crew(ending), job("one"), job("two")
+    assert not crew.give(first, 0) and not first.done.is_set() and not ending.made
+    assert crew.give(first, 1) and first.done.wait(60)
+    assert crew.give(second, 0)
+    ending.go.set()
+    crew.wait()
+    assert second.done.is_set()
+
+
+def test_more_are_hired_for_what_waits() -> None:
+    at_work, go = threading.Semaphore(0), threading.Event()
+
+    class Slow(Ending):
+        def run(self, job: Job) -> None:
+            at_work.release()
+            go.wait(60)
+
+    Ending.made, Ending.go = [], go
+    crew, jobs = Crew(Slow), [job(str(number)) for number in range(4)]
+    for one in jobs:
+        crew.give(one, 1)
+    assert at_work.acquire(timeout=60)
+    crew.hire(0)
+    crew.hire(3)
+    assert all(at_work.acquire(timeout=60) for _ in range(2)) and crew.at_work == 3
+    crew.hire(9)
+    assert at_work.acquire(timeout=60) and crew.at_work == 4  # no more than there are jobs
+    go.set()
+    crew.wait()
+    assert all(one.done.is_set() for one in jobs) and all(one.ended for one in Ending.made)
+
+
+def test_a_bug_in_what_follows_leaves_no_process_behind(
+    ending: type[Ending], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bug(done: Job) -> None:
+        raise LookupError("a bug")
+
+    ending.go.set()
+    crew, one = Crew(ending), job("one")
+    one.then = bug
+    crew.give(one, 1)
+    crew.wait()
+    assert [worker.ended for worker in ending.made] == [True] and "a bug" in capsys.readouterr().err

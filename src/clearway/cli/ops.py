@@ -93,11 +93,14 @@ def _standing(one: Implementation, kind: str) -> dict[str, str]:
     if found.sound:
         wrong = f"; not used {found.reason}" if found.reason else ""
         return {"verdict": "sound", "detail": f" in {', '.join(found.dtypes)}, tested {found.date}{wrong}"}
-    return {"verdict": _failed(found), "detail": f": {found.reason}, tested {found.date}"}
+    when = f", tested {found.date}" if found.tested else ""
+    return {"verdict": _failed(found), "detail": f": {found.reason}{when}"}
 
 
 def _failed(found: Verdict) -> str:
     """What an implementation that is not sound is said to be."""
+    if not found.tested:
+        return "untested"
     return "failed" if found.taken else "refused"
 
 
@@ -130,7 +133,7 @@ def _check(ops: list[Op], kind: str, args: argparse.Namespace) -> int:
             results.append({**row, "verdict": verdict, "reason": found.reason, "cases": cases})
             if not args.json:
                 say(f"{op.name}/{one.name}: {len(cases)} cases, {_words(results[-1])}")
-    failed = [row for row in results if row["verdict"] == "failed"]
+    failed = [row for row in results if row["verdict"] in ("failed", "untested")]
     report = {
         "machine": device.machine(),
         "device": device.describe(device.pick(kind)),

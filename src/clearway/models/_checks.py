@@ -11,6 +11,7 @@ from clearway import ops
 from clearway.device import Device
 from clearway.models import chosen
 from clearway.models._report import Report
+from clearway.models.model import Model
 from clearway.ops import verdicts
 from clearway.types import Precision
 
@@ -19,8 +20,11 @@ NAMES = {"group_norm": ("group_norm_silu",), "geglu": ("geglu", "geglu_linear"),
 where another is named, which is then tested when it is first asked for."""
 
 
-def begin(label: str, part: nn.Module, report: Report) -> int:
-    """Begins the self-tests of the ops in place in `part` where it lies, in its dtype; how many it began."""
+def begin(label: str, part: nn.Module, report: Report, model: Model | None = None) -> int:
+    """Begins the self-tests of the ops in place in `part` where it lies, in its dtype; how many it began.
+
+    A part of `model` runs on that model's device, wherever it rests, and its limit holds for them too.
+    """
     weight = next((one for one in part.parameters() if one.is_floating_point()), None)
     if weight is None:
         return 0
@@ -29,18 +33,23 @@ def begin(label: str, part: nn.Module, report: Report) -> int:
         for what, names in report.placed.items()
         if any(name == label or name.startswith(f"{label}.") for name in names)
     )
-    kind = weight.device.type
-    return verdicts.prepare(placed, kind, weight.dtype, likes(part)) if placed else 0
+    if not placed:
+        return 0
+    if model is None:
+        return verdicts.prepare(placed, weight.device.type, weight.dtype, likes(part))
+    with machine.capped(model.device, model.memory_limit_bytes):
+        return verdicts.prepare(placed, model.device.kind, weight.dtype, likes(part))
 
 
-def begin_loading(device: Device, precision: Precision) -> int:
+def begin_loading(device: Device, precision: Precision, limit_bytes: int | None = None) -> int:
     """Begins the self-tests of what a model that is about to be read will be run by; how many it began."""
     wanted = _ops(chosen.default(device.kind).ops)
     if not wanted or device.kind == "cpu":
         return 0
     ops.discover()
     dtypes = dict.fromkeys((precision.unet, precision.vae))
-    return sum(verdicts.prepare(wanted, device.kind, machine.dtype(name)) for name in dtypes)
+    with machine.capped(device, limit_bytes):
+        return sum(verdicts.prepare(wanted, device.kind, machine.dtype(name)) for name in dtypes)
 
 
 def _ops(names: Iterable[str]) -> list[str]:

@@ -111,7 +111,7 @@ def accelerate(
             _channels_last(label, part, report)
         if not isinstance(target, Model):
             _executors.place(label, part, executor, report)
-        _checks.begin(label, part, report)
+        _checks.begin(label, part, report, target if isinstance(target, Model) else None)
     return report
 
 

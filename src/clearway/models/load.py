@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +57,7 @@ def load(
         if where.kind != "cpu":
             from clearway.models import _checks
 
-            _checks.begin_loading(where, dtypes)
+            _checks.begin_loading(where, dtypes, memory_limit_bytes)
         read = load_folder if os.path.isfile(path / INDEX) else load_file
 
         def read_to(device: Device) -> Model:
@@ -74,17 +75,42 @@ def load(
 
 def _read_where_it_fits(read_to: Callable[[Device], Model], device: Device, limit_bytes: int | None) -> Model:
     """The model on the device, or, where a CUDA device has no memory for all of it, on the host, from where
-    its placement moves it part by part."""
+    its placement moves it part by part.
+
+    Where it does not fit beside the self-tests that are at work, these come to their end first.
+    """
+    claimed = 0
+    if device.kind == "cuda":
+        from clearway.ops import verdicts
+
+        claimed = verdicts.claimed_bytes(device)
+    if claimed:
+        limit = None if limit_bytes is None else limit_bytes - claimed
+        model = _read_if_it_fits(read_to, device, limit)
+        if model is not None:
+            return model
+        verdicts.settle(device.kind)
+    model = _read_if_it_fits(read_to, device, limit_bytes)
+    if model is not None:
+        return model
+    model = read_to(Device("cpu"))
+    note = f"{model.name} does not fit into the memory of {device} at once: it is moved there part by part"
+    return replace(model, device=device, notes=(*model.notes, note))
+
+
+def _read_if_it_fits(
+    read_to: Callable[[Device], Model], device: Device, limit_bytes: int | None
+) -> Model | None:
+    """The model on the device; None, with nothing left there, where a CUDA device has too little memory."""
     try:
         with machine.capped(device, limit_bytes):
             return read_to(device)
     except UnavailableError as error:
         if device.kind != "cuda" or error.__cause__ is None or not machine.is_out_of_memory(error.__cause__):
             raise
+    gc.collect()  # what was read of it, before the memory is needed again
     machine.release_memory(device)
-    model = read_to(Device("cpu"))
-    note = f"{model.name} does not fit into the memory of {device} at once: it is moved there part by part"
-    return replace(model, device=device, notes=(*model.notes, note))
+    return None
 
 
 def _canonical(precision: Precision) -> Precision:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from clearway import device as machine
+from clearway.errors import UnavailableError
 from clearway.execution.release import release
 from clearway.models import _options, _placement_text, estimate, tiles
 from clearway.models._moved import Moved
@@ -24,6 +25,7 @@ from clearway.models._options import RESIDENT, STAGES, STREAMED, Blocks, Fit, Or
 from clearway.models._streamed import BUFFERS, block_bytes, streamed
 from clearway.models.estimate import Parts
 from clearway.models.model import dtype_of
+from clearway.ops import verdicts
 
 if TYPE_CHECKING:
     from clearway.models.model import Model
@@ -39,7 +41,8 @@ class Placement:
 
     `fit` holds the way and what it was estimated to need, `room_bytes` what there was, `parts` the estimates
     behind it, for a VAE in numbers of `vae_element` bytes. `notes` are sentences for a person: none where
-    everything is resident. `moves` is whether anything has to be moved.
+    everything is resident. `moves` is whether anything has to be moved, `whole` whether it all runs as it
+    would with any amount of memory. `claimed_bytes` are left to self-tests of kernels, beside `room_bytes`.
     """
 
     model: Model
@@ -49,7 +52,17 @@ class Placement:
     parts: Parts
     vae_element: int
     moves: bool = False
+    whole: bool = False
+    claimed_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What the plan leaves of a CUDA device to self-tests; None elsewhere, and on one that is not the
+        first, where kernels are not tested."""
+        if self.model.device.kind != "cuda" or self.model.device.index:
+            return None
+        return max(_options.usable(self.room_bytes) - self.fit.need_bytes, 0) + self.claimed_bytes
 
     @property
     def batch(self) -> int:
@@ -134,11 +147,11 @@ class Placement:
 def plan(model: Model, request: Request) -> Placement:
     """The placement for a resolved request, by what the device has free now and the model's memory limit.
 
-    Raises UnavailableError, before anything is allocated, where no way fits: what is needed, what is free and
-    which smaller size would fit.
+    Self-tests of kernels that are under way keep their memory where the plan is the same beside them; where
+    it is not they are waited for, the model resting on the host meanwhile if they need its room. Raises
+    UnavailableError, before anything is allocated, where no way fits: what is needed, what is free and which
+    smaller size would fit.
     """
-    with machine.capped(model.device, model.memory_limit_bytes):
-        room = machine.room(model.device)
     assert request.width and request.height and request.steps  # resolved
     order = Order(
         width=request.width,
@@ -149,7 +162,31 @@ def plan(model: Model, request: Request) -> Placement:
         guided=request.cfg_scale != 1.0,
         tiling=request.vae_tiling,
     )
-    return decide(model, order, room)
+    with machine.capped(model.device, model.memory_limit_bytes):
+        claimed = verdicts.claimed_bytes(model.device)
+        if claimed:
+            with suppress(UnavailableError):
+                room = machine.room(model.device)
+                beside = decide(model, order, room - claimed)
+                if beside.whole or (not verdicts.held_back(model.device.kind) and _same(beside, room)):
+                    return replace(beside, claimed_bytes=claimed)
+            _settle(model)
+        return decide(model, order, machine.room(model.device))
+
+
+def _same(made: Placement, room_bytes: int) -> bool:
+    """Whether more room would change nothing of a placement."""
+    other = decide(made.model, made.order, room_bytes)
+    return (made.fit.way, made.fit.keep_bytes) == (other.fit.way, other.fit.keep_bytes)
+
+
+def _settle(model: Model) -> None:
+    """Comes back when self-tests have given back what they had of the model's device, with room made for
+    them."""
+    machine.release_memory(model.device)
+    if not verdicts.has_room(model.device.kind):
+        rest(model)
+    verdicts.settle(model.device.kind)
 
 
 def decide(model: Model, order: Order, room_bytes: int) -> Placement:
@@ -232,6 +269,7 @@ def _told(
         parts=parts,
         vae_element=dtype_of(model.vae).itemsize,
         moves=moves,
+        whole=fit.way == first,
         notes=notes,
     )
 

@@ -162,40 +162,64 @@ class Crew:
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start
         self._queue: deque[Job] = deque()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._at_work = 0
 
-    def give(self, job: Job, most: int) -> None:
-        """Adds a job; another worker is started for it where fewer than `most` are at work."""
-        with self._lock:
+    @property
+    def at_work(self) -> int:
+        """How many workers there are; one that is being ended is, until its process is gone."""
+        return self._at_work
+
+    def give(self, job: Job, most: int) -> bool:
+        """Adds a job; another worker is started for it where fewer than `most` are at work. False, and it is
+        not taken, where nobody is at work and nobody may be."""
+        with self._changed:
+            if most < 1 and not self._at_work:
+                return False
             self._queue.append(job)
-            if self._at_work >= most:
-                return
-            self._at_work += 1
-        threading.Thread(target=self._serve, name="clearway-selftest", daemon=True).start()
+            more = self._at_work < most
+            self._at_work += more
+        if more:
+            self._begin()
+        return True
+
+    def hire(self, most: int) -> None:
+        """Starts more workers for the jobs that wait, up to `most` in all."""
+        with self._changed:
+            more = max(min(most - self._at_work, len(self._queue)), 0)
+            self._at_work += more
+        for _ in range(more):
+            self._begin()
 
     def hurry(self, job: Job) -> None:
         """Puts a job that nobody has begun before the others."""
-        with self._lock:
+        with self._changed:
             if job in self._queue:
                 self._queue.remove(job)
                 self._queue.appendleft(job)
 
+    def wait(self) -> None:
+        """Comes back when all is done and every worker's process is gone, with what it held of a device."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._at_work)
+
+    def _begin(self) -> None:
+        threading.Thread(target=self._serve, name="clearway-selftest", daemon=True).start()
+
     def _serve(self) -> None:
-        worker = None
+        worker: Any = None
         while True:
-            with self._lock:
-                if not self._queue:
+            with self._changed:
+                job = self._queue.popleft() if self._queue else None
+                if job is None and worker is None:
                     self._at_work -= 1
-                    break
-                job = self._queue.popleft()
-            try:
-                worker = self._done(job, worker)
-            except Exception:  # a bug here must not leave those who wait for the next job without a worker
+                    self._changed.notify_all()
+                    return
+            if job is None:  # ended before it counts as gone: what it holds is the device's memory
+                worker.close()
                 worker = None
-                traceback.print_exc()
-        if worker is not None:
-            worker.close()
+            else:
+                worker = self._done(job, worker)
 
     def _done(self, job: Job, worker: Any) -> Any:
         """The worker for the next job, once this one is done; None where that needs a fresh one."""
@@ -208,12 +232,17 @@ class Crew:
                     worker.close()
                     worker = self._start()
                     worker.run(job)
-                if job.failed():
-                    worker.close()
-                    worker = None
             except (OSError, ValueError, TypeError) as error:
-                job.end, worker = f"could not be started ({error})", None
+                job.end = f"could not be started ({error})"
+            if job.failed() and worker is not None:
+                worker.close()
+                worker = None
             job.then(job)
+        except Exception:  # a bug here must not leave those who wait for the next job without a worker
+            traceback.print_exc()
+            if worker is not None:
+                worker.close()
+                worker = None
         finally:
             job.done.set()
         return worker

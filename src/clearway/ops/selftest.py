@@ -381,7 +381,8 @@ def main(work: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None
 
 
 def _work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Checks one implementation; `tell` takes a line for each case that begins or ends."""
+    """Checks one implementation, within the job's `limit_bytes` of the device where it has such; `tell` takes
+    a line for each case that begins or ends."""
     load("_selftest_main" if job["module"] == "__main__" else job["module"], job["source"])
     op = OPS[job["op"]]
     name, kind = job["implementation"], job["kind"]
@@ -389,13 +390,16 @@ def _work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     tell({"started": True})
     dtype = getattr(torch, job["dtype"]) if job["dtype"] else None
     like = tuple(job["like"]) if job["like"] else None
-    for case, in_dtype, found in check(
-        op, implementation, kind, job["every"], dtype, like, job.get("threads")
-    ):
-        line: dict[str, Any] = {"case": case, "dtype": in_dtype}
-        line.update({"begin": True} if found == BEGUN else {"problem": found})
-        tell(line)
-    device.synchronize(device.Device(kind))  # a fault that is still to come belongs to this one
+    where = device.Device(kind)
+    with device.capped(where, job.get("limit_bytes")):
+        for case, in_dtype, found in check(
+            op, implementation, kind, job["every"], dtype, like, job.get("threads")
+        ):
+            line: dict[str, Any] = {"case": case, "dtype": in_dtype}
+            line.update({"begin": True} if found == BEGUN else {"problem": found})
+            tell(line)
+    device.synchronize(where)  # a fault that is still to come belongs to this one
+    device.release_memory(where)  # nor does it keep from a model what it took
 
 
 if __name__ == "__main__":

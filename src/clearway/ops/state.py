@@ -67,16 +67,20 @@ class BuildError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a self-test found: sound in `dtypes`, or not and why; without dtypes in none. `taken` False: the
-    implementation takes nothing there, so nothing was tested; that is a refusal, and no loss."""
+    implementation takes nothing there, so nothing was tested; that is a refusal, and no loss. `tested` False:
+    it could not be tested, which says nothing of it and is not kept on the disk."""
 
     sound: bool
     reason: str
     dtypes: tuple[str, ...] = ()
     date: str = ""
     taken: bool = True
+    tested: bool = True
 
     def sentence(self) -> str:
         """Why the implementation is not used."""
+        if not self.tested:
+            return f"its self-test could not run: {self.reason}"
         return f"its self-test on this machine failed: {self.reason}" if self.taken else self.reason
 
 
@@ -255,6 +259,17 @@ def remember(implementation: Implementation, kind: str, verdict: Verdict) -> Non
             _say(implementation.op, implementation.name, where, verdict.sentence())
     if not verdict.sound and verdict.taken:
         changed()
+
+
+def forgive(implementation: Implementation, kind: str, dtype: torch.dtype) -> None:
+    """Drops that an implementation could not be tested in `dtype`: it may be tested now."""
+    found = known(implementation, kind, dtype)
+    if found is None or found.tested:
+        return
+    for name in found.dtypes or (ANY,):
+        _verdicts.pop((implementation, kind, name), None)
+        _said.pop((implementation.op, implementation.name, "" if name == ANY else name), None)
+    changed()
 
 
 def trusted() -> bool:

@@ -3,6 +3,11 @@
 `prepare` begins the self-tests of ops about to be used, side by side, while the program goes on; a call that
 needs a verdict waits for that one alone (`found`). `isolated` finds one in a process of its own, in every
 case if need be: `clearway ops check`.
+
+These processes share the GPU with a model. What there is no room for (_allowance.py) is held back, and so is
+what failed for want of memory: it is tested when it is needed, or by `settle`, for which whoever plans for
+the device makes room. What still cannot be tested is not used in this process, which says so; nothing of
+that is kept on the disk.
 """
 
 from __future__ import annotations
@@ -11,29 +16,35 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from clearway import device
-from clearway.ops import state
+from clearway.device import Device
+from clearway.ops import _allowance, state
 from clearway.ops._implementation import Case, Implementation
 from clearway.ops._workers import Crew, Job, Worker
 from clearway.ops.contract import OPS
 
 SILENCE_S = 60.0  # no line for so long is a hang: building one kernel takes less
-MOST = 12  # workers at once
-WORKER_BYTES = device.CONTEXT_BYTES + 2**28
-"""What a worker takes of a GPU: its context and its cases."""
-SHARE = 4  # workers take one part of so many of the GPU memory that is free: a model may be on its way there
 ON_DEMAND = ("cpu",)
 """Kinds on which nothing is begun before it is needed."""
 NOTHING = "it takes none of the cases that its op is tested with in "
+
+NO_ROOM = (
+    "there was no memory for it beside what is on the device (`clearway ops check` tests it while nothing is)"
+)
+KILLED = "died (signal 9)"
+"""The end of a process that somebody else ended: a system that runs out of memory does."""
 
 _Key = tuple[Implementation, str, str]
 
 _lock = threading.Lock()
 _pending: dict[_Key, Job] = {}
+_held: dict[_Key, tuple[tuple[int, ...] | None, str]] = {}
+"""What was to be tested and could not be, with the shape it will be asked for, and why."""
 _expected: dict[str, tuple[int, ...] | None] = {}
 _seconds: dict[str, float] = {}
 _waited_s = 0.0
@@ -49,7 +60,7 @@ def prepare(
 
     Comes back at once; what is known, or under way, is not begun again. `likes`: by op a shape of its first
     argument as it will be. On the CPU, and in a self-test's own process, nothing is begun: but the ops are
-    remembered, and tested together when the first of them is used on a GPU.
+    remembered, and tested together when the first of them is used on a GPU; nor where there is no room.
     """
     likes = likes or {}
     for name in ops:
@@ -66,20 +77,77 @@ def prepare(
 
 
 def found(implementation: Implementation, kind: str, args: Case) -> state.Verdict:
-    """The verdict for arguments like these: waits for the self-test that finds it, begun here if need be."""
+    """The verdict for arguments like these: waits for the self-test that finds it, begun here if need be.
+
+    Where there is no room for one, or it had too little memory, that the implementation could not be tested.
+    """
     global _waited_s
-    dtype = args[0].dtype
-    began = time.monotonic()
-    job, _ = _begun(implementation, kind, dtype, tuple(args[0].shape))
-    if job is not None:
+    dtype, shape = args[0].dtype, tuple(args[0].shape)
+    key, began = (implementation, kind, state.dtype_name(dtype)), time.monotonic()
+    job, own = _begun(implementation, kind, dtype, shape)
+    if job is None and state.known(implementation, kind, dtype) is None and _regained(kind):
+        job, own = _begun(implementation, kind, dtype, shape)
+    while job is not None:
         _crew.hurry(job)
         if kind not in ON_DEMAND:  # what is likely to be asked for next
             for name, like in list(_expected.items()):
                 prepare((name,), kind, dtype, {} if like is None else {name: like})
         job.done.wait()
+        if own or state.known(implementation, kind, dtype) is not None:
+            break
+        job, own = _begun(implementation, kind, dtype, shape)  # one begun ahead had too little memory
+    with _lock:
+        _waited_s += time.monotonic() - began
+        _, why = _held.get(key, (None, "it told nothing"))
+    return state.known(implementation, kind, dtype) or _untested(implementation, kind, key[2], why)
+
+
+def claimed_bytes(where: Device) -> int:
+    """Bytes of a device that self-tests have or will want: those at work, and one where any is held back."""
+    if where.kind in ON_DEMAND or (where.index or 0) != 0:  # kernels are tested on the first of a kind
+        return 0
+    with _lock:
+        under_way = any(kind == where.kind for _, kind, _ in _pending)
+    waiting = under_way or held_back(where.kind)
+    return max(_crew.at_work, int(waiting)) * _allowance.WORKER_BYTES
+
+
+def held_back(kind: str) -> bool:
+    """Whether there is a self-test on devices of `kind` that is not begun for want of memory."""
+    return bool(_waiting(kind))
+
+
+def leaving(spare_bytes: int | None) -> AbstractContextManager[None]:
+    """Within it self-tests take no more than so many bytes of a GPU: the rest is promised. None: any."""
+    return _allowance.leaving(spare_bytes)
+
+
+def has_room(kind: str) -> bool:
+    """Whether one self-test could be at work now on a device of `kind`."""
+    return _allowance.most(kind, 1) > 0
+
+
+def settle(kind: str) -> None:
+    """Tests what is under way or held back, as many at once as there is room for, and comes back when all is
+    known and every process is gone, with what it had of the device.
+
+    For who plans for a device on which there is too little room for both. What cannot be tested even so is
+    said, and not tried again.
+    """
+    global _waited_s
+    began = time.monotonic()
+    for implementation, name, like, _ in _waiting(kind):
+        dtype = getattr(torch, name)
+        state.forgive(implementation, kind, dtype)
+        _begun(implementation, kind, dtype, like, share=1)
+    _crew.hire(_allowance.most(kind, 1))
+    _crew.wait()
+    for implementation, name, _, why in _waiting(kind):
         with _lock:
-            _waited_s += time.monotonic() - began
-    return state.known(implementation, kind, dtype) or state.Verdict(False, "its self-test told nothing")
+            _held.pop((implementation, kind, name), None)
+        _untested(implementation, kind, name, why)
+    with _lock:
+        _waited_s += time.monotonic() - began
 
 
 def isolated(
@@ -135,9 +203,14 @@ def _candidates(name: str, kind: str) -> list[Implementation]:
 
 
 def _begun(
-    implementation: Implementation, kind: str, dtype: torch.dtype, like: tuple[int, ...] | None
+    implementation: Implementation,
+    kind: str,
+    dtype: torch.dtype,
+    like: tuple[int, ...] | None,
+    share: int = _allowance.SHARE,
 ) -> tuple[Job | None, bool]:
-    """The self-test under way and whether it was begun here; none where the verdict is known."""
+    """The self-test under way and whether it was begun here; none where the verdict is known, and where
+    there is no room for it, which is held back then."""
     key = implementation, kind, state.dtype_name(dtype)
     with _lock:
         job = _pending.get(key)
@@ -145,20 +218,70 @@ def _begun(
             return job, False
         if state.known(implementation, kind, dtype) is not None:
             return None, False
-        most = _most(kind)
-        content = {**_content(implementation, kind, dtype, like, False), "threads": max(_cores() // most, 2)}
+        most = _allowance.most(kind, share)
+        content = {
+            **_content(implementation, kind, dtype, like, False),
+            "threads": max(_allowance.cores() // max(most, 1), 2),
+            "limit_bytes": None if kind in ON_DEMAND else _allowance.WORKER_BYTES,
+        }
 
         def then(job: Job) -> None:
             try:
-                _concluded(implementation, kind, job)
+                why = _scarcity(job, kind)
+                if why is None:
+                    _concluded(implementation, kind, job)
+                else:  # begun ahead, it is tried again: who waits for it says so
+                    with _lock:
+                        _held[key] = like, why
             finally:
                 with _lock:
                     _pending.pop(key, None)
                     _seconds[f"{implementation.op}/{implementation.name} {key[2]}"] = job.seconds
 
-        job = _pending[key] = Job(content, SILENCE_S, then=then)
-        _crew.give(job, most)
+        job = Job(content, SILENCE_S, then=then)
+        if not _crew.give(job, most):
+            _held[key] = like, NO_ROOM
+            return None, False
+        _held.pop(key, None)
+        _pending[key] = job
     return job, True
+
+
+def _waiting(kind: str) -> list[tuple[Implementation, str, tuple[int, ...] | None, str]]:
+    """(implementation, dtype, shape, why) of what is held back on a kind of device."""
+    with _lock:
+        return [(one, name, *held) for (one, where, name), held in _held.items() if where == kind]
+
+
+def _regained(kind: str) -> bool:
+    """Whether there is room for a self-test once the allocator has given back what it does not use."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if started and torch.cuda.is_current_stream_capturing():
+        return False
+    device.release_memory(_allowance.tested(kind))
+    return has_room(kind)
+
+
+def _scarcity(job: Job, kind: str) -> str | None:
+    """What a self-test lacked, where its failure says nothing of the implementation; else None.
+
+    Whatever fails on a GPU that has no more free than one of them may need is not believed: libraries tell
+    want of memory in many words, and drivers by crashing.
+    """
+    if job.scarce is not None:
+        return f"its process had too little {job.scarce}"
+    if job.end is not None and (job.end.startswith("could not") or job.end == KILLED):
+        return f"its process {job.end}"
+    if job.failed() and _allowance.short(kind):
+        return "its process failed while the device had too little memory"
+    return None
+
+
+def _untested(implementation: Implementation, kind: str, dtype: str, why: str) -> state.Verdict:
+    """That it could not be tested, held for this process alone; in all dtypes where `dtype` is empty."""
+    verdict = state.Verdict(False, why, (dtype,) if dtype else (), tested=False)
+    state.remember(implementation, kind, verdict)
+    return verdict
 
 
 def _content(
@@ -184,12 +307,9 @@ def _content(
 def _concluded(implementation: Implementation, kind: str, job: Job) -> state.Verdict:
     """What the job's lines say, kept: in each dtype for itself."""
     asked = (job.content["dtype"],) if job.content["dtype"] else ()
-    if job.scarce is not None or (job.end or "").startswith("could not"):
-        # which says nothing of the implementation
-        what = job.end or f"had too little {job.scarce}"
-        verdict = state.Verdict(False, f"its process {what}", asked)
-        state.remember(implementation, kind, verdict)
-        return verdict
+    lacked = _scarcity(job, kind)
+    if lacked is not None:
+        return _untested(implementation, kind, job.content["dtype"] or "", lacked)
     wrong: dict[str, list[str]] = {}
     for line in job.lines:
         if line.get("problem"):
@@ -215,21 +335,8 @@ def _concluded(implementation: Implementation, kind: str, job: Job) -> state.Ver
     return made[0]
 
 
-def _most(kind: str) -> int:
-    """How many workers may be at work at once: by cores, and by the GPU memory that is free."""
-    most = max(min(_cores() - 1, MOST), 1)
-    if kind == "cpu":
-        return most
-    free = device.memory(device.Device(kind, 0 if kind == "cuda" else None)).available_bytes
-    return max(min(most, int(free // (SHARE * WORKER_BYTES))), 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _start() -> Worker:
-    threads = str(max(_cores() // MOST, 1))
+    threads = str(max(_allowance.cores() // _allowance.MOST, 1))
     return Worker({state.INSIDE: "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)})
 
 
