@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ def test_matches_the_formula() -> None:
 def test_turns_that_are_mostly_full_are_preferred(rows: int, outputs: int, wanted: bool) -> None:
     """On an H200's 132 multiprocessors those were the quicker ones (bench/gluon_on_device.py)."""
     assert (use(rows, outputs, 132) >= geglu_linear.LEAST_USE) == wanted
+
+
+@pytest.mark.parametrize(("down", "outputs"), [(1, 128), (16, 5120), (17, 640), (128, 5120), (31, 2560)])
+def test_every_tile_has_its_place(down: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel computes from a tile's number, by Python's own whole numbers."""
+    monkeypatch.setattr(geglu_linear, "gl", SimpleNamespace(minimum=min))
+    tiles = down * (outputs // 128)
+    places = [geglu_linear._place.function(tile, down, outputs, 128, 128, 16) for tile in range(tiles)]
+    assert sorted(places) == [(128 * m, 128 * n) for m in range(down) for n in range(outputs // 128)]
+    for first in range(0, tiles - 131, 131):  # what runs at a time reads few rows, and not all weights
+        assert len({m for m, _ in places[first : first + 132]}) <= 32
 
 
 def test_a_launch_covers_all_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
