@@ -5,70 +5,7 @@ Figures are named by part, case and candidate, as lines of bench/results/ have t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-VERDICTS = ("kept", "level", "lost", "not built")
-KERNELS, CALLS, WHOLE = "kernels alone", "UNet calls", "whole generations"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """What was measured before and after: a case of a part, and two candidates of it. Several candidates
-    after are added up."""
-
-    label: str
-    part: str
-    case: str
-    before: str
-    after: tuple[str, ...]
-    runs: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One thing that was tried."""
-
-    what: str
-    verdict: str
-    decided: str
-    why: str
-    figures: tuple[Figure, ...]
-
-
-def replays(before: str, *after: str, runs: tuple[int, int] | None = None) -> tuple[Figure, Figure]:
-    """Both UNets' captured calls."""
-    return (
-        Figure("SDXL", "unet replay", "sdxl 128x128", before, after, runs),
-        Figure("SD 1.5", "unet replay", "sd15 64x64", before, after, runs),
-    )
-
-
-def calls(after: str) -> tuple[Figure, Figure]:
-    """Both UNets' calls with all that surrounds a replay."""
-    return (
-        Figure("SDXL", "unet call", "sdxl 128x128", "unpacked", (after,)),
-        Figure("SD 1.5", "unet call", "sd15 64x64", "unpacked", (after,)),
-    )
-
-
-def many(before: str, after: str) -> tuple[Figure, Figure]:
-    """Both UNets' calls, many of them waited for together."""
-    return (
-        Figure("SDXL", "unet calls", "sdxl 128x128", before, (after,)),
-        Figure("SD 1.5", "unet calls", "sd15 64x64", before, (after,)),
-    )
-
-
-def cases(part: str, before: str, after: str | tuple[str, ...], *named: str) -> tuple[Figure, ...]:
-    """The same two candidates at several cases."""
-    several = (after,) if isinstance(after, str) else after
-    return tuple(Figure(name, part, name, before, several) for name in named)
-
-
-def tiles(words: str, after: str, *named: str) -> tuple[Figure, ...]:
-    """Convolutions beside cuDNN's, in tiles that the label names."""
-    return tuple(Figure(f"{words}, {one}", "convolution tiles", one, "cuDNN", (after,)) for one in named)
-
+from candidates_form import CALLS, KERNELS, WHOLE, Entry, Figure, calls, cases, many, replays, tiles
 
 ROWS_132, ROWS_264 = "rows, 132 chunks an image", "rows, 264 chunks an image"
 ONE_KERNEL = "one kernel by TMA (128, 128, 64), 8 warps, 3 stages"
@@ -181,6 +118,17 @@ ENTRIES = (
         KERNELS,
         "Fewer, wider instructions; the same sums.",
         cases("geglu_linear", "gluon, two products of a warpgroup", "gluon", *GATED),
+    ),
+    Entry(
+        "GEGLU's bias fetched before the product, a quicker reciprocal, and 16 tiles of rows side by side",
+        "kept",
+        KERNELS,
+        "Nothing waits for the bias at a tile's end any more, and large batches find rows and weights in the "
+        "cache: as quick as the product alone.",
+        cases(
+            "geglu_linear early", "gluon, bias fetched late", "gluon, bias fetched early",
+            *GATED[:4], "16384x5120x1280", "65536x2560x640",
+        ),
     ),
     Entry(
         "Upsamplers' four phases in one launch that writes each where it belongs, in Gluon for Hopper",
@@ -406,6 +354,82 @@ ENTRIES = (
                 "attention gluon", "cudnn", "gluon",
                 "2x10x4096x4096x64", "2x8x4096x4096x40", "2x10x4032x4032x64",
             ),
+        ),
+    ),
+    Entry(
+        "Attention's softmax: products scaled where the maximum is subtracted",
+        "kept",
+        KERNELS,
+        "One instruction an element less.",
+        cases("attention forms", "(64, 64, 4, 3)", "(64, 64, 4, 3), scaled late", "2x20x1024x1024x64"),
+    ),
+    Entry(
+        "Attention's softmax: powers of two in half precision",
+        "lost",
+        KERNELS,
+        "Two at a time are no quicker than one in single precision, and half again as far off.",
+        cases(
+            "attention forms", "(64, 64, 4, 3), scaled late", "(64, 64, 4, 3), powers in half precision",
+            "2x20x1024x1024x64", "2x10x4096x4096x64",
+        ),
+    ),
+    Entry(
+        "Attention in CUDA C++ (NVRTC): up to five warpgroups that share keys and values",
+        "lost",
+        KERNELS,
+        "Five warpgroups of 64 queries fill all multiprocessors at 1024 keys, but products and powers hardly "
+        "overlap: each tile took about as long as its parts one after the other.",
+        (
+            *cases(
+                "attention in CUDA C++", "cudnn", "CUDA C++, 5 warpgroups",
+                "2x20x1008x1008x64", "2x10x4096x4096x64",
+            ),
+            *cases(
+                "attention in CUDA C++", "cudnn", "CUDA C++, 4 warpgroups and one that fetches",
+                "2x10x4096x4096x64", "16x20x1024x1024x64",
+            ),
+        ),
+    ),
+    Entry(
+        "GEGLU and convolutions in CUDA C++ (NVRTC), weights sent to two multiprocessors at once (multicast)",
+        "level",
+        KERNELS,
+        "Gluon's kernels are as quick once their loads come early, and half the traffic from the cache saves "
+        "neither time nor, at the power limit, energy: no third language.",
+        (
+            *cases("geglu_linear early", "gluon, bias fetched early", "CUDA C++", *GATED[:3]),
+            *cases(
+                "geglu_linear multicast", "CUDA C++", "CUDA C++, weights by multicast",
+                "2048x5120x1280", "16384x5120x1280",
+            ),
+            *cases(
+                "convolution in CUDA C++", "gluon", "CUDA C++, tiles of 128x320",
+                "2x320->320@128", "2x640->640@64",
+            ),
+            *cases(
+                "convolution in CUDA C++", "CUDA C++, tiles of 128x320",
+                "CUDA C++, tiles of 128x320, weights by multicast", "2x320->320@128", "16x640->640@64",
+            ),
+        ),
+    ),
+    Entry(
+        "A partition of its own for each of GEGLU's warpgroups, so that one multiplies while one gates",
+        "lost",
+        KERNELS,
+        "They come apart too little; at 65,536 rows level.",
+        cases(
+            "geglu_linear early", "gluon, bias fetched early", "gluon, a partition a warpgroup",
+            *GATED[:2], "65536x2560x640",
+        ),
+    ),
+    Entry(
+        "Convolutions' tiles of other heights and widths",
+        "level",
+        KERNELS,
+        "So sizes of pictures share the tile of 8×16, and the kernel built for it.",
+        (
+            *cases("convolution tile shapes", "1x128", "8x16", "2x320->320@128x128"),
+            *cases("convolution tile shapes", "2x64", "8x16", "2x640->640@64x64", "16x640->640@64x64"),
         ),
     ),
     Entry(

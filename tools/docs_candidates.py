@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from candidates_tried import BEST, CONVOLUTION, ENTRIES, ONE_KERNEL, VERDICTS, WHOLE, Figure
+from candidates_form import VERDICTS, WHOLE, Figure
+from candidates_tried import BEST, CONVOLUTION, ENTRIES, ONE_KERNEL
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "bench" / "results" / "nvidia-h200" / "candidates.jsonl"
@@ -40,7 +41,8 @@ AGAIN = """## Measure it again
 The figures above come from {source}, with scripts of which this one is the cleaned form.
 It leaves out cuBLASLt's own interface and programmatic dependent launch. What is in Gluon and cuBLASLt's
 choices are measured, kernels alone, by `bench/gluon_on_device.py` and `bench/products_on_device.py`; UNet
-calls with and without them were measured by one-off scripts. The file's first line says which run is which.
+calls with and without them, and kernels in CUDA C++, were measured by one-off scripts. The file's first line
+says which run is which.
 Whole residual blocks in one graph, a candidate on Apple's devices, has no row: on CUDA the whole UNet call is
 one graph.
 """

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def docs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    for name in ("docs_candidates", "candidates_tried"):
+    for name in ("docs_candidates", "candidates_tried", "candidates_form"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import docs_candidates
 

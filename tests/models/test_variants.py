@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST = {
-    "sdxl": {"convolution_gluon._convolve": 5, "attention_tiled._forward": 1},
+    "sdxl": {"convolution_gluon._convolve": 4, "attention_tiled._forward": 1},
     "sd15": {
-        "convolution_gluon._convolve": 8,
+        "convolution_gluon._convolve": 7,
         "convolution_gluon._add": 3,
         "group_norm_silu_triton._group": 5,
         "group_norm_rows_triton._normalise": 4,
