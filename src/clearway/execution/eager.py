@@ -1,4 +1,8 @@
-"""Eager execution: the module is called as it is, and counted."""
+"""Eager execution: the module is called as it is, and counted.
+
+On CUDA the first call of a shape has its kernels built at once beforehand, as for a captured graph, where they
+would be built one after the other as they come: a first picture where memory leaves no graphs waits for that.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clearway.execution.calls import owner_of
+from clearway.execution.kept import Frame, within
+from clearway.ops import ahead, contract, other_sizes
+
 
 @dataclass(slots=True)
 class Eager:
-    """Calls `module` and counts each call in `routes` as "<part>/<name>", or as what `module.ran` says."""
+    """Calls `module` and counts each call in `routes` as "<part>/<name>", or as what `module.ran` says.
+
+    `built`: the shapes whose kernels were built, of all executors of that module; None where kernels are built
+    as they come.
+    """
 
     module: Callable[..., Any]
     part: str
     routes: Counter[str] = field(default_factory=Counter)
     name: str = "eager"
+    built: set[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.built is not None:
+            self._build(self.built, args, kwargs)
         out = self.module(*args, **kwargs)
         self.routes[f"{self.part}/{getattr(self.module, 'ran', self.name)}"] += 1
         return out
@@ -26,3 +45,30 @@ class Eager:
         """What `module`, where it is an executor too, says of itself under the name `name`."""
         told = getattr(self.module, "sentences", None)
         return list(told(name)) if callable(told) else []
+
+    def _build(self, built: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Builds what this call will launch, once a shape; nothing that it computes is kept."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors or not takes_kernels(tensors[0]) or ahead.gathering() is not None:
+            return
+        key = contract.route_key(), tuple((one.shape, one.dtype, one.stride()) for one in tensors)
+        if key in built:
+            return
+        built.add(key)
+        if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or heard(self.module):
+            return
+        calls = ahead.Calls()
+        with within(Frame(())):
+            ahead.build(lambda: self.module(*args, **kwargs), calls=calls)
+        other_sizes.begin(tensors, calls)
+
+
+def takes_kernels(tensor: Tensor) -> bool:
+    """Whether kernels of ours may be launched for it: on CUDA."""
+    return tensor.is_cuda
+
+
+def heard(run: Callable[..., Any]) -> bool:
+    """Whether anybody listens to the module or to one within it, who would hear of a call that is none."""
+    owner: nn.Module | None = owner_of(run)
+    return owner is None or any(one._forward_hooks or one._forward_pre_hooks for one in owner.modules())

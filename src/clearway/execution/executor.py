@@ -62,7 +62,7 @@ def executor(
     owner = owner_of(module)
     run: Callable[..., Any]
     if name == "eager":
-        run = Eager(module, part, counted)
+        run = Eager(module, part, counted, built=_built(owner, (name, _method(module)), set[Any]))
     elif name == "compiled":
         chosen = settings or Settings()
         compiled = _built(owner, (name, _method(module), chosen), lambda: Compiled(module, chosen))
