@@ -1,7 +1,7 @@
 """Eager execution: the module is called as it is, and counted.
 
-On CUDA the first call of a shape has its kernels built at once beforehand, as for a captured graph, where they
-would be built one after the other as they come: a first picture where memory leaves no graphs waits for that.
+On CUDA the first call of a shape has its kernels built at once beforehand, as for a captured graph: where
+memory leaves no graphs, a first picture would wait for one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from clearway.ops import ahead, contract, other_sizes
 class Eager:
     """Calls `module` and counts each call in `routes` as "<part>/<name>", or as what `module.ran` says.
 
-    `built`: the shapes whose kernels were built, of all executors of that module; None where kernels are built
-    as they come.
+    `built`: the shapes whose kernels were built, of all executors of that module; None where kernels are
+    built as they come.
     """
 
     module: Callable[..., Any]
