@@ -151,6 +151,8 @@ class NotingTorch(Noting, TorchCapture):
 class Operations(TorchDispatchMode):
     """Counts PyTorch's operations by the stage in which they are; views and bare memory are none."""
 
+    watches = True  # changes nothing: networks run as they would without it
+
     def __init__(self) -> None:
         super().__init__()
         self.stage, self.counts = "outside", Counter[str]()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clearway.ops import contract
 
@@ -53,6 +54,59 @@ class Recorder:
                     mine.copy_(new)
 
         return replay, output
+
+
+class Baked(Recorder):
+    """Captures what a real one does: operations with the memory, the layouts and the numbers of that moment.
+    A replay runs no Python of the module's, reads and writes where tensors lay, and so is stale where a real
+    graph would be."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.captures += 1
+        tape = _Tape()
+        with tape:
+            output = run()
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.inference_mode():
+                for func, args, kwargs, made in tape.steps:
+                    fresh = func(*args, **kwargs)
+                    for mine, new in zip(made, pytree.tree_leaves(fresh), strict=True):
+                        if mine is not None:
+                            mine.copy_(new)
+
+        return replay, output
+
+
+class _Tape(TorchDispatchMode):
+    """(operation, arguments, where to put what it makes) of each, its tensors as they are now."""
+
+    watches = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        now = pytree.tree_map_only(torch.Tensor, _as_it_lies, (args, kwargs or {}))
+        given = {_memory(one) for one in pytree.tree_leaves(now) if isinstance(one, torch.Tensor)}
+        output = func(*args, **(kwargs or {}))
+        made = []
+        for one in pytree.tree_leaves(output):
+            fresh = isinstance(one, torch.Tensor) and _memory(one) not in given  # else a view, or in place
+            made.append(_as_it_lies(one) if fresh else None)
+        self.steps.append((func, *now, made))
+        return output
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory by a tensor that does not follow what becomes of the first."""
+    return tensor.detach()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 _replaying: ContextVar[bool] = ContextVar("replaying", default=False)

@@ -1,9 +1,11 @@
 """The machine, without needing any but the CPU."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearway import RequestError, UnavailableError, device
 from never_waits import never_waits
@@ -60,6 +62,32 @@ def test_switches_are_read_whoever_set_them() -> None:
         assert device.switches()[:2] == (True, False)
     finally:
         matmul.fp32_precision, conv.fp32_precision = held
+    assert device.switches() == before
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "value"),
+    [
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    ],
+)
+def test_how_sums_are_made_is_a_switch(holder: Any, name: str, value: bool) -> None:
+    before, held = device.switches(), getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        assert device.switches() != before
+    finally:
+        setattr(holder, name, held)
+    assert device.switches() == before
+
+
+def test_the_order_of_attentions_backends_is_a_switch() -> None:
+    before, backends = device.switches(), [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(backends, set_priority=True):
+        first = device.switches()
+    with sdpa_kernel(backends[::-1], set_priority=True):
+        assert device.switches() != first
     assert device.switches() == before
 
 

@@ -328,11 +328,12 @@ def tf32(device: Device, allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def switches() -> tuple[bool, ...]:
-    """What of PyTorch decides which kernels run: TF32, determinism, cuDNN, attention's backends, and whether
-    its attention is its own (others put theirs in its place).
+def switches() -> tuple[Any, ...]:
+    """What of PyTorch decides which kernels run: TF32, sums in half precision, determinism, cuDNN, the
+    library of products, attention's backends and their order, and its attention itself (others put theirs in
+    its place).
 
-    A captured graph has them baked in. About 10 µs.
+    A captured graph has them baked in. About 15 µs.
     """
     import torch
 
@@ -342,6 +343,9 @@ def switches() -> tuple[bool, ...]:
         cuda.matmul.fp32_precision == "tf32",  # allow_tf32 raises where somebody used the newer switches
         cudnn.conv.fp32_precision == "tf32",
         cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        getattr(cuda.matmul, "allow_fp16_accumulation", None),
+        torch._C._get_blas_preferred_backend(),
         torch.are_deterministic_algorithms_enabled(),
         cudnn.enabled,
         cudnn.deterministic,
@@ -349,7 +353,9 @@ def switches() -> tuple[bool, ...]:
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
-        torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention,
+        cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        tuple(torch._C._get_sdp_priority_order()),
+        torch.nn.functional.scaled_dot_product_attention,
     )
 
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from clearway.execution.calls import Call, copied, owner_of, told
+from clearway.execution.calls import Call, copied, defaults, owner_of, told
 
 
 class Network(nn.Module):
@@ -64,6 +66,63 @@ def test_what_nothing_can_be_kept_of() -> None:
     assert "gradient" in str(Call.of(network.other, (x,), {}).refuse())
     with torch.no_grad():
         assert Call.of(network, (x,), {}).refuse() is None
+
+
+class Mutable:
+    """Hashable, and another thing whenever somebody likes."""
+
+
+@pytest.mark.parametrize("argument", [Mutable(), len, lambda: None, torch.Generator(), {1, 2}, np.zeros(2)])
+def test_what_may_change_or_do_something_is_no_key(argument: Any) -> None:
+    assert "no key" in str(Call.of(Network(), (torch.zeros(2),), {"given": [argument]}).refuse())
+
+
+@pytest.mark.parametrize(
+    "argument", [np.int64(3), 1j, b"a", torch.float16, torch.device("cpu"), torch.strided]
+)
+def test_constants_are_keys(argument: Any) -> None:
+    assert Call.of(Network(), (torch.zeros(2),), {"given": [argument]}).refuse() is None
+
+
+class Other(TorchDispatchMode):
+    def __torch_dispatch__(self, run: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(*args, **(kwargs or {}))
+
+
+class Function(TorchFunctionMode):
+    def __torch_function__(self, run: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(*args, **(kwargs or {}))
+
+
+class Watching(Other):
+    watches = True
+
+
+@pytest.mark.parametrize("mode", [Other, Function])
+def test_a_mode_that_may_do_another_operation_sees_them_all(mode: Any) -> None:
+    call = Call.of(Network(), (torch.zeros(2),), {})
+    with mode():
+        assert call.refuse() == f"{mode.__name__} sees its operations"
+    with Watching(), torch.device("cpu"):
+        assert call.refuse() is None
+    assert call.refuse() is None
+
+
+def test_a_trace_is_made_of_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_tracing_state", object)
+    assert Call.of(Network(), (torch.zeros(2),), {}).refuse() == "torch.jit is tracing"
+
+
+def test_defaults_are_those_of_tensors_made_now() -> None:
+    before = defaults()
+    with torch.device("meta"):
+        assert defaults() != before
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert defaults() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert defaults() == before
 
 
 @pytest.mark.parametrize(("calls", "words"), [(2, "ran eagerly: why"), (3, "ran eagerly at times: why")])

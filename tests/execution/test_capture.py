@@ -169,6 +169,45 @@ def test_a_failure_holds_nothing_of_what_was_made(fake: FakeCuda) -> None:
         gc.enable()
 
 
+class Generator:
+    """A CUDA generator's state: one that waits for a capture's end draws nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, stuck: bool) -> None:
+        self.stuck, self.offset, self.states = stuck, 8, 1
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+    def draw(self) -> None:
+        if self.stuck:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        self.offset += 4
+
+    def clone_state(self) -> str:
+        return "another"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.stuck, self.states = False, self.states + 1
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_generator_gets_another_state_only_where_its_own_draws_nothing(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
+    """Somebody else's graph that draws follows the state that it was captured with."""
+    generator = Generator(stuck)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda tensor, generator: generator.draw())
+    with pytest.raises(RuntimeError, match="not permitted"):
+        TorchCapture().capture(failing(fake, "forbidden"))
+    assert (generator.states, generator.stuck, generator.offset) == (1 + stuck, False, 8)
+
+
 @pytest.fixture
 def capture() -> Iterator[TorchCapture]:
     if not torch.cuda.is_available():

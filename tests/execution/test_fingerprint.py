@@ -3,6 +3,7 @@
 import enum
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -84,15 +85,13 @@ def test_settings_are_seen_in_modules_that_are_not_torchs() -> None:
         lambda: setattr(made.processor, "size", 3),
         lambda: delattr(made.processor, "size"),
         lambda: setattr(made, "factor", torch.ones(2)),
+        lambda: setattr(made.processor, "cache", torch.ones(1)),
     )
     for change in changes:
         before = Fingerprint(made)
         assert before.holds()
         change()
         assert not before.holds()
-    before = Fingerprint(made)
-    made.processor.cache = torch.zeros(1)  # no setting
-    assert before.holds()
 
 
 def test_an_adapter_without_a_scale_is_one_too() -> None:
@@ -132,8 +131,12 @@ def test_adapters_are_told_by_what_is_on_and_how_much() -> None:
     made[0].__dict__.update(scaling={"style": 1.0}, merged_adapters=[], _active_adapter=["style"])
     found = Fingerprint(made)
     states = [found.adapters()]
-    for change in ({"scaling": {"style": 0.5}}, {"merged_adapters": ["style"]}, {"_active_adapter": []}):
-        made[0].__dict__.update(change)
+    for change in (
+        lambda: made[0].scaling.update(style=0.5),
+        lambda: made[0].merged_adapters.append("style"),
+        lambda: setattr(made[0], "_active_adapter", []),
+    ):
+        change()
         states.append(found.adapters())
     assert len(set(states)) == 4
     assert found.holds()  # a graph for each may be kept
@@ -214,16 +217,69 @@ def test_what_a_processor_is_given_afterwards_is_seen() -> None:
 
 def test_scales_that_are_tensors_are_told_by_place() -> None:
     made = module()
-    made[0].__dict__.update(scaling={"style": torch.ones(())}, merged_adapters=[])
+    made[0].__dict__.update(scaling={"style": torch.ones(1)}, merged_adapters=[])
     found = Fingerprint(made)
     states = [found.adapters()]
     made[0].scaling["style"].fill_(2)  # in place: a graph reads it
     states.append(found.adapters())
-    made[0].scaling["style"] = torch.ones(())
+    made[0].scaling["style"] = torch.ones(1)
     states.append(found.adapters())
     made[0].merged_adapters.append("style")
     states.append(found.adapters())
     assert states[0] == states[1] and len(set(states)) == 3
+
+
+def test_a_number_of_the_hosts_is_told_by_its_value() -> None:
+    """A kernel takes it as an argument: no graph reads where it lies."""
+    made = module()
+    made[0].__dict__.update(scaling={"style": torch.tensor(1.0)}, merged_adapters=[])
+    made[1].factor = torch.tensor(float("nan"))
+    found = Fingerprint(made)
+    before = found.adapters()
+    assert found.holds() and found.holds()
+    made[0].scaling["style"].data.fill_(2)
+    assert found.adapters() != before and found.holds()
+    made[1].factor.data.fill_(1)
+    assert not found.holds()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.t(),
+        lambda data: data[:, :1],
+        lambda data: data.view(torch.int32),
+        lambda data: data.view(4, 1).as_strided((2, 2), (1, 0)),
+    ],
+    ids=["transposed", "a part", "another dtype", "other strides"],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_same_memory_read_otherwise_is_seen(change: Any, mode: Any) -> None:
+    made = module().requires_grad_(False)
+    with mode():
+        found = Fingerprint(made)
+        assert found.holds() and found.holds()
+    assert found.holds()  # whatever mode it is asked in
+    before = made[0].weight.data
+    made[0].weight.data = change(before)
+    for asked in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with asked():
+            assert found.lies() and not found.holds()
+    made[0].weight.data = before
+    assert found.holds()
+
+
+def test_another_dict_in_the_place_of_a_modules_own_is_seen() -> None:
+    made, other = module(), module()
+    for change in (
+        lambda: vars(made[0]).update(vars(other[0])),
+        lambda: setattr(made[0], "_parameters", {}),
+        lambda: setattr(made[1], "_buffers", {}),
+    ):
+        before = Fingerprint(made)
+        assert before.holds()
+        change()
+        assert not before.holds()
 
 
 def test_code_of_others_is_told_from_diffusers_and_the_classes_own() -> None:

@@ -386,6 +386,8 @@ def test_pictures_agree_with_diffusers(sd1: Model) -> None:
 class Waits(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what would make the host wait for a device: scalar reads, and copies to the host."""
 
+    watches = True  # changes nothing: networks run as they would without it
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []

@@ -1,5 +1,6 @@
 """The processor against Diffusers' own: masks, images, kept keys and values, packed projections."""
 
+import functools
 import gc
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_keys_and_values_of_a_context_are_made_once() -> None:
     calls: list[int] = []
     forward = nn.Linear.forward
 
+    @functools.wraps(forward)  # what is not PyTorch's is called each time
     def counted(layer: nn.Linear, x: Tensor) -> Tensor:
         calls.extend([1] if layer in (attn.to_k, attn.to_v) else [])
         return forward(layer, x)

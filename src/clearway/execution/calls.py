@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def owner_of(run: Callable[..., Any]) -> nn.Module | None:
@@ -47,13 +52,12 @@ class Call:
                 return "a gradient is needed"
         if torch.is_autocast_enabled(self.tensors[0].device.type):
             return "torch.autocast is at work"
+        if torch._C._get_tracing_state() is not None:
+            return "torch.jit is tracing"
         for leaf in self.leaves:
-            if not isinstance(leaf, Tensor):
-                try:
-                    hash(leaf)
-                except TypeError:
-                    return f"an argument is a {type(leaf).__name__}, which is no key"
-        return None
+            if type(leaf) not in _PLAIN and not isinstance(leaf, _KEYS):
+                return f"an argument is a {type(leaf).__name__}, which is no key"
+        return at_work()
 
     def promises(self, names: Sequence[str]) -> list[bool]:
         """For each tensor, in order, whether it came under one of `names`, promised not to change."""
@@ -63,6 +67,40 @@ class Call:
 
 
 _PLAIN = (type(None), bool, int, float, str)
+_KEYS = (
+    Tensor,
+    numbers.Number,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+"""What an argument may be: nothing that can be changed, or that does something when it is called."""
+
+
+def at_work() -> str | None:
+    """Which mode of PyTorch's sees every operation of a call now and may do another, where there is one.
+
+    `torch.device(...)` is none, being a part of keys; one with `watches` set says that it changes nothing.
+    """
+    if not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()):
+        return None
+    modes = (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    for mode in modes:
+        if not isinstance(mode, DeviceContext) and not getattr(mode, "watches", False):
+            return f"{type(mode).__name__} sees its operations"
+    return None
+
+
+def defaults() -> tuple[Any, ...]:
+    """What a tensor becomes that is made without being told: its dtype, its device where somebody set one."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

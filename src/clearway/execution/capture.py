@@ -142,12 +142,26 @@ def _give_up(memory: _Memory, graph: Any, before: Any) -> None:
         torch._C._cuda_endAllocateToPool(device, memory.handle)
         torch._C._cuda_releasePool(device, memory.handle)  # entered and ended: the graph itself does not
     memory.handle = None  # the pinned memory's pool of this name cannot be ended
-    generator = torch.cuda.default_generators[device]
-    with contextlib.suppress(RuntimeError):
-        generator.graphsafe_set_state(generator.clone_state())
+    _let_draw(torch.cuda.default_generators[device])
     with contextlib.suppress(RuntimeError):
         graph.reset()
     memory.failed.append(graph)
+
+
+def _let_draw(generator: torch.Generator) -> None:
+    """Gives a generator whose state still waits for a capture's end another one of the same seed and offset.
+
+    Only such a one, which refuses to draw: a graph of somebody else's that draws from the state it had would
+    no longer follow `manual_seed`.
+    """
+    with contextlib.suppress(RuntimeError):
+        offset = generator.get_offset()
+        try:
+            torch.empty(1, device=generator.device).uniform_(generator=generator)
+        except RuntimeError:
+            generator.graphsafe_set_state(generator.clone_state())
+        else:
+            generator.set_offset(offset)
 
 
 def _memory() -> _Memory:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import one_line
-from clearway.execution.calls import Call, copied, told
+from clearway.execution.calls import Call, copied, defaults, told
 from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import Frame, inside, within
@@ -100,7 +100,7 @@ class CudaGraph:
         if graph is None or not graph.ready(call.tensors):
             return None, None, None
         output = self._replayed(graph, call, promised)
-        found = self.pool.checked(call.owner)
+        found = self.pool.checked(call.owner, lies=True)
         if found is not module:
             return found, None, None
         self._count(graph)
@@ -167,7 +167,7 @@ class CudaGraph:
             for leaf in call.leaves
         )
         adapters = "" if module is None else module.adapters()
-        how = contract.route_key(), machine.switches(), torch.is_grad_enabled()
+        how = contract.route_key(), machine.switches(), torch.is_grad_enabled(), defaults()
         return self.key() if callable(self.key) else self.key, str(call.tree), signs, adapters, how
 
     def _capture(self, call: Call, promised: list[bool]) -> tuple[Graph | None, str | None]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from clearway.errors import RequestError, nearest
+from clearway.execution.attributes import BUILT
 from clearway.execution.calls import owner_of
 from clearway.execution.capture import TorchCapture
 from clearway.execution.compiled import Compiled, Settings
@@ -24,7 +25,6 @@ from clearway.execution.pool import Pool
 from clearway.ops import contract
 
 EXECUTORS = ("eager", "compiled", "cuda_graph", "flat")
-_BUILT = "_clearway_built"
 
 
 class Built:
@@ -117,12 +117,12 @@ def absent(name: str, kind: str) -> str | None:
 
 def forget(module: nn.Module) -> None:
     """Drops what executors built for a module."""
-    module.__dict__.pop(_BUILT, None)
+    module.__dict__.pop(BUILT, None)
 
 
 def pools(module: nn.Module) -> list[Pool]:
     """The pools of graphs that executors made for a module and its methods."""
-    built = module.__dict__.get(_BUILT)
+    built = module.__dict__.get(BUILT)
     return [one for one in built.held.values() if isinstance(one, Pool)] if built else []
 
 
@@ -134,7 +134,7 @@ def _built(owner: nn.Module | None, key: Hashable, make: Callable[[], Any]) -> A
     """What was made for `owner` under `key`, else a new one; without an owner always a new one."""
     if owner is None:
         return make()
-    built = owner.__dict__.setdefault(_BUILT, Built())
+    built = owner.__dict__.setdefault(BUILT, Built())
     if key not in built.held:
         built.held[key] = make()
     return built.held[key]

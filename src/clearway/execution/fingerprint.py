@@ -1,41 +1,31 @@
 """What a captured graph has baked in of a module: its code, the addresses of its tensors, its adapters.
 
-A graph reads weights where they lay at capture. So it holds while every module, forward and processor is the
-same object, every weight lies where it lay and every setting is what it was (FreeU's factors, an image
-adapter's scale); a change of weights in place is seen by it. Adapters put numbers (scales, which are on) into
-the graph, hence a state of their own: a graph may be kept for each.
+A graph reads weights where they lay at capture. So it holds while every module, attribute, function and class
+is what it was and every tensor lies where and as it lay; a change of weights in place is seen by it. Adapters
+put numbers (scales, which are on) into the graph, hence a state of their own: a graph may be kept for each.
 """
 
-from __future__ import annotations
-
 import copy
-import enum
 import hashlib
-from itertools import chain
-from operator import call, eq, is_, itemgetter
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-_HELD = ("_modules", "_parameters", "_buffers")
+from clearway.execution import code
+from clearway.execution.attributes import HOOKED, Attributes
+from clearway.execution.layouts import Layouts
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_CODE = ("forward", "processor", "_compiled_call_impl")
-_TRAINING = itemgetter("training")
 _ADAPTER_FACTS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora")
 """What PEFT's layers hold; a layer with one of the first or the fourth is taken for one."""
-
-_IDLE = (nn.Linear, nn.Dropout, nn.ModuleList, nn.Sequential, nn.SiLU, nn.Identity)
-"""Modules of torch's that read no settings in inference but which class they are and whether they train."""
-_DIFFUSERS = "diffusers.models."
-_OURS = "clearway."
-
-_NO_SETTINGS = (*_ADAPTER_FACTS, "training")
-_PLAIN = (bool, int, float, str, type(None))
+_ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Fingerprint:
-    """A module as it was at one moment; `holds` says whether it still is. Reads no values.
+    """A module as it was at one moment; `holds` says whether it still is. Reads no values of a device.
 
     It is asked at every replay, so the loops are C's, over lists that were made once. What that takes of the
     host's time is in bench/results/amd-epyc-2-cores/host_time.jsonl, beside what it overlaps. Tags of dicts
@@ -44,48 +34,38 @@ class Fingerprint:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        modules = self._modules = list(module.modules())
+        held = self._attributes = Attributes(module)
+        modules = self._modules = held.modules
         self._types = list(map(type, modules))
-        self._vars = [vars(one) for one in modules]
-        processors = [getattr(held.get("processor"), "__dict__", None) for held in self._vars]
-        self._grown = [*self._vars, *(held for held in processors if held is not None)]
-        held_by = [held[name] for held in self._vars for name in _HELD]
-        self._filled = [held for held in held_by if held]  # most modules lack two of the three
-        self._empty = [held for held in held_by if not held]
-        self._sized = [*self._grown, *self._filled]
-        self._sizes = list(map(len, self._sized))
-        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
-        loose = [(held, name) for held in self._vars for name in held if isinstance(held[name], Tensor)]
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._tensors += [held[name] for held, name in loose]  # attributes of modules that are no buffers
+        self._kinds, self._names, self._functions = code.of_classes({*self._types, *map(type, held.objects)})
+        self._spaces, self._globals, self._called = code.of_modules(set(self._types))
+        self._tensors = held.tensors
         self._addresses = list(map(_address, self._tensors))
         self._read = _address if any(map(_without_memory, self._tensors)) else Tensor.data_ptr
-        self._hooks = [held[name] for held in self._vars for name in _HOOKS]
-        code = [*((held, name) for held in self._vars for name in _CODE if name in held), *loose]
-        self._code_of, self._code_names = [held for held, _ in code], [name for _, name in code]
-        self._code = [held[name] for held, name in code]
-        self._training = list(map(_TRAINING, self._vars))
-        self._adapters = [held for held in self._vars if "scaling" in held or "merged_adapters" in held]
-        settings = [found for one in modules for found in _settings(one)]
-        self._set_of, self._set_by = [held for held, _, _ in settings], [read for _, read, _ in settings]
-        self._set = [value for _, _, value in settings]
-        self.foreign = _foreign(modules)
+        self._layouts = Layouts(self._tensors)
+        self._numbers = list(filter(_is_number, self._tensors))
+        self._values = list(map(_value, self._numbers))
+        of = list(map(vars, modules))
+        self._hooks = [one[name] for one in of for name in _HOOKS]
+        self._adapters = [one for one in of if "scaling" in one or "merged_adapters" in one]
+        self.foreign = code.foreign(modules)
         """Whose code is in it that may do something else at each call, which a graph would leave out."""
         self._facts: list[Any] | None = None
         self._hash = ""
-        self.moved = any(map(moves, self._vars))
+        self.moved = any(map(moves, of))
         """Whether hooks of Accelerate or Diffusers, which may move weights or leave parts out, are in it."""
 
-    def holds(self) -> bool:
-        """Whether every module, forward, processor and weight is the same and lies where it lay."""
+    def holds(self, lies: bool = False) -> bool:
+        """Whether every module, attribute, function and class is the same, and every tensor lies as it lay;
+        `lies`: where they lie was looked at just now."""
         return (
-            not any(self._empty)
-            and list(map(len, self._sized)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
-            and all(map(is_, map(type, self._modules), self._types))
-            and self.lies()
-            and all(map(is_, map(dict.get, self._code_of, self._code_names), self._code))
-            and self._set_alike()
+            (lies or self.lies())
+            and self._attributes.hold()
+            and self._layouts.hold()
+            and list(map(type, self._modules)) == self._types
+            and list(map(_value, self._numbers)) == self._values
+            and all(map(is_, map(getattr, self._kinds, self._names, repeat(None)), self._functions))
+            and all(map(is_, map(dict.get, self._spaces, self._globals), self._called))
         )
 
     def lies(self) -> bool:
@@ -94,16 +74,6 @@ class Fingerprint:
         try:
             return list(map(self._read, self._tensors)) == self._addresses
         except RuntimeError:  # one has no memory of its own any more
-            return False
-
-    def _set_alike(self) -> bool:
-        """Whether all settings are what they were."""
-        try:
-            if list(map(_TRAINING, self._vars)) != self._training:
-                return False
-            # one after the other: so many tuples at once would set off the garbage collector
-            return all(map(eq, map(call, self._set_by, self._set_of), self._set))
-        except (KeyError, RuntimeError):  # gone, or a tensor now
             return False
 
     def refuse(self, itself: bool) -> str | None:
@@ -140,55 +110,30 @@ class Fingerprint:
 def moves(held: dict[str, Any]) -> bool:
     """Whether hooks of Accelerate or Diffusers are at a module of these attributes. Pipelines of transformers
     (`cache_context`) leave a registry at them which holds none."""
-    registry = held.get("_diffusers_hook")
-    return "_hf_hook" in held or bool(getattr(registry, "hooks", registry))
+    ones, registries = HOOKED
+    registry = held.get(registries)
+    return ones in held or bool(getattr(registry, "hooks", registry))
 
 
 def _fact(value: Any) -> Any:
     """A fact that may be compared without waiting for a device: a tensor (a scale that may be swapped) is
-    where it lies, since a graph reads it there."""
+    where it lies, since a graph reads it there, or the number it is."""
     if type(value) is dict:
-        return {name: _address(one) if isinstance(one, Tensor) else one for name, one in value.items()}
+        return {name: _place(one) if isinstance(one, Tensor) else one for name, one in value.items()}
     return value
 
 
-def _settings(module: nn.Module) -> list[tuple[dict[str, Any], itemgetter[Any], Any]]:
-    """(attributes, what reads the plain ones, their values) of a module, and of its processor."""
-    found = []
-    for one in (module, vars(module).get("processor")):
-        held = getattr(one, "__dict__", None)
-        if not held or type(one) in _IDLE:
-            continue
-        names = [name for name, value in held.items() if name not in _NO_SETTINGS and _is_plain(value)]
-        if names:
-            read = itemgetter(*names)
-            found.append((held, read, copy.deepcopy(read(held))))
-    return found
+def _place(tensor: Tensor) -> Any:
+    return _value(tensor) if _is_number(tensor) else _address(tensor)
 
 
-def _foreign(modules: list[nn.Module]) -> str | None:
-    """The first attention processor, or forward at an instance, that is neither Diffusers' nor ours.
-
-    Those that edit a prompt, keep what they saw or leave out steps count their calls.
-    """
-    for module in modules:
-        held = vars(module)
-        processor, forward = held.get("processor"), held.get("forward")
-        if processor is not None and not type(processor).__module__.startswith((_DIFFUSERS, _OURS)):
-            return f"an attention processor ({type(processor).__name__})"
-        own = getattr(forward, "__func__", None) is type(module).forward
-        if forward is not None and not own and not type(forward).__module__.startswith(_OURS):
-            return f"a forward of its {type(module).__name__}"
-    return None
+def _is_number(tensor: Tensor) -> bool:
+    """Whether it is a number of the host's: operations on a device take its value and not its address."""
+    return tensor.dim() == 0 and tensor.device.type == "cpu" and type(tensor) in _ORDINARY
 
 
-def _is_plain(value: object) -> bool:
-    """Numbers, words and flags, and lists, tuples and dicts of them: never a tensor, never a module."""
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
-    if type(value) is dict:
-        return all(map(_is_plain, value.values()))
-    return type(value) in _PLAIN or isinstance(value, enum.Enum)
+def _value(number: Tensor) -> str:
+    return repr(number.item())  # NaN is itself
 
 
 def _records(hook: Any) -> bool:

@@ -27,7 +27,7 @@ from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import one_line
 from clearway.execution import fusions, generated, packed, recorded, rewrite, unchanged
-from clearway.execution.calls import Call, told
+from clearway.execution.calls import Call, defaults, told
 from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
 from clearway.execution.kept import inside
@@ -125,7 +125,7 @@ class Flat:
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for leaf in call.leaves
         )
-        how = contract.route_key(), machine.switches(), torch.get_num_threads(), torch.get_default_dtype()
+        how = contract.route_key(), machine.switches(), torch.get_num_threads(), defaults()
         given = tuple(promised), self._same(call.tensors)
         allowed = torch._C._get_mkldnn_enabled()
         adapters = "" if module is None else module.adapters()

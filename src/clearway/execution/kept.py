@@ -33,7 +33,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 def _sign(tensors: Sequence[Tensor]) -> Sign:
-    return tuple((id(t), version(t), t.data_ptr(), t.dtype) for t in tensors)
+    return tuple((id(t), version(t), t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
 
 
 def _tracked(tensors: Sequence[Tensor]) -> bool:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from clearway.execution.capture import Capture
 from clearway.execution.fingerprint import Fingerprint
-from clearway.execution.kept import Frame
+from clearway.execution.kept import Frame, version
 from clearway.ops import budget
 
 GRAPHS = 6
 """How many graphs a pool holds: two sizes of a picture with and without guidance, and two to spare."""
 
-_Seen = tuple[weakref.ref[Tensor], int | None, int]
+_Seen = tuple[weakref.ref[Tensor], int | None, int, tuple[int, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +39,11 @@ class Graph:
     turn: int = 0
 
     def load(self, tensors: Sequence[Tensor], promised: Sequence[bool]) -> None:
-        """Copies the inputs in. One that is the same object with the same content as last time is left, so
-        that what was computed from it (Frame) need not be computed again."""
-        changed, now = [], list(self.seen)
+        """Copies the inputs in. One from which something was computed once (Frame) is left where it is the
+        same object with the same content as last time, as far as PyTorch counts changes."""
+        changed, now, sources = [], list(self.seen), self._sources()
         for index, (mine, given) in enumerate(zip(self.inputs, tensors, strict=True)):
-            if _same(self.seen[index], given):
+            if index in sources and _same(self.seen[index], given):
                 continue
             self.before[index], self.seen[index] = self.seen[index], None  # until all is made of it
             mine.copy_(given)
@@ -81,17 +81,18 @@ class Graph:
 
 def _seen(given: Tensor, promised: bool) -> _Seen | None:
     """What tells whether this tensor is given again unchanged; None where nothing does."""
-    if not given.is_inference():
-        return weakref.ref(given), given._version, given.data_ptr()
-    return (weakref.ref(given), None, given.data_ptr()) if promised else None
+    if given.is_inference() and not promised:
+        return None
+    return weakref.ref(given), version(given), given.data_ptr(), given.stride()
 
 
 def _same(before: _Seen | None, given: Tensor) -> bool:
     return (
         before is not None
         and before[0]() is given
-        and before[1] == (None if given.is_inference() else given._version)
+        and before[1] == version(given)
         and before[2] == given.data_ptr()
+        and before[3] == given.stride()
     )
 
 
@@ -159,7 +160,8 @@ class Pool(Bounded[Graph]):
     turns: int = 0
     restless: bool = False
     """Whether the module was last changed before any graph of it was replayed again: a VAE that is raised to
-    float32 for each picture. Then it must be seen twice unchanged before it is captured once more."""
+    float32 for each picture, or one that cannot be captured and counts its calls. Then it must be seen twice
+    unchanged before it is captured once more."""
     settled: bool = False
     _module: Fingerprint | None = None
 
@@ -168,14 +170,14 @@ class Pool(Bounded[Graph]):
         """Held while a graph is filled, replayed and read: its buffers are one for all threads."""
         return self.backend.lock
 
-    def checked(self, owner: nn.Module | None) -> Fingerprint | None:
+    def checked(self, owner: nn.Module | None, lies: bool = False) -> Fingerprint | None:
         """The module's fingerprint; every graph goes where it is not what it was, since they would read
-        memory that was given back."""
-        if owner is None or (self._module is not None and self._module.holds()):
+        memory that was given back. `lies`: `lying` said just now that tensors lie where they lay."""
+        if owner is None or (self._module is not None and self._module.holds(lies)):
             self.settled = True
             return self._module
         self.settled = False
-        if self.held:
+        if self.held or self.failed:
             self.restless = all(graph.uses <= 1 for graph in self.held.values())
         self.clear()
         self._module = Fingerprint(owner)

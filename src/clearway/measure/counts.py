@@ -70,6 +70,8 @@ def _waits(recorder: Recorder, kind: str) -> Iterator[None]:
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode beneath `counting`; `unknown` names foreign operations that have no formula."""
 
+    watches = True  # changes nothing: networks run as they would without it
+
     def __init__(self, recorder: Recorder, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder

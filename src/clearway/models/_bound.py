@@ -37,6 +37,7 @@ class Bound(functools.partial[Any]):
         return inspect.signature(MethodType(type(self.args[0]).forward, self.args[0]))
 
 
+_LIBRARIES = ("torch", "diffusers", "transformers")
 _SAME: set[Callable[..., Any]] = set()
 
 
@@ -83,15 +84,22 @@ def occupied(module: nn.Module) -> str | None:
 
 
 def _replaced(module: nn.Module) -> bool:
-    """Whether something else than its class's forward stands at this instance. Accelerate, when it takes a
-    hook away, leaves the class's own there."""
-    held = module.__dict__
+    """Whether something else than its class's forward stands at this instance, or in the place of a library's
+    at the class. Accelerate, when it takes a hook away, leaves the class's own there."""
+    held, kind = module.__dict__, type(module)
     forward = held.get("forward")
     if "_conv_forward" in held:  # what makes pictures that tile in one direction
         return True
+    theirs = getattr(kind, "forward", None)
+    if _library(kind) and not _library(theirs):
+        return True  # for everybody
     if isinstance(forward, Bound) and forward.func in _SAME:
         return False
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    return forward is not None and getattr(forward, "__func__", None) is not theirs
+
+
+def _library(what: Any) -> bool:
+    return str(what.__module__).partition(".")[0] in _LIBRARIES
 
 
 def plain_weight(weight: Any) -> bool:

@@ -79,10 +79,13 @@ def forward(
 
 
 def backend() -> Any:
-    """What Diffusers' attention dispatcher is set to for everybody: a graph has it baked in."""
+    """What the attention dispatchers of Diffusers and Transformers are set to for everybody: a graph has it
+    baked in."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     registry = getattr(dispatch, "_AttentionBackendRegistry", None)
-    return str(getattr(registry, "_active_backend", None))
+    encoders = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    functions = {**getattr(encoders, "_global_mapping", {}), **getattr(encoders, "_local_mapping", {})}
+    return str(getattr(registry, "_active_backend", None)), tuple(functions.items())
 
 
 def _plainly(module: nn.Module, label: str, ran: Ran, args: Any, kwargs: Any) -> Any:

@@ -162,7 +162,7 @@ def refuse_upsample(block: Any) -> str | None:
 
 def gated(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """GEGLU after its projection, or both as one product where the op has one for these arguments."""
-    if args or kwargs or needs_gradient(layer, hidden_states):
+    if args or kwargs or "gelu" in vars(layer) or needs_gradient(layer, hidden_states):
         return own(layer, hidden_states, *args, **kwargs)
     proj = layer.proj
     if _asks(hidden_states) and plain(proj, nn.Linear) and plain_weight(proj.weight):
