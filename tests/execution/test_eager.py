@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from clearway.execution import Eager, eager, executor
 from clearway.execution.executor import forget
@@ -76,6 +77,8 @@ def test_nothing_is_built_where_a_call_more_would_be_noticed(runs: list[Callable
         executor("eager", listened, "unet")(x)
         executor("eager", lambda x: x, "unet")(x)
     executor("eager", Scaled(), "unet")(x)  # it may have to be differentiated
+    with torch.no_grad(), FlopCounterMode(display=False):
+        executor("eager", Scaled(), "unet")(x)
     assert runs == []
     handle.remove()
 

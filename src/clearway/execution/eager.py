@@ -49,7 +49,7 @@ class Eager:
     def _build(self, built: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Builds what this call will launch, once a shape; nothing that it computes is kept."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not tensors or not takes_kernels(tensors[0]) or ahead.gathering() is not None:
+        if not tensors or not takes_kernels(tensors[0]) or ahead.gathering() is not None or watched():
             return
         key = contract.route_key(), tuple((one.shape, one.dtype, one.stride()) for one in tensors)
         if key in built:
@@ -66,6 +66,11 @@ class Eager:
 def takes_kernels(tensor: Tensor) -> bool:
     """Whether kernels of ours may be launched for it: on CUDA."""
     return tensor.is_cuda
+
+
+def watched() -> bool:
+    """Whether a mode of PyTorch's sees every operation, who would count those of a call that is none."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def heard(run: Callable[..., Any]) -> bool:
