@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from clearway import UnavailableError, home
+from clearway.device import Device
 from clearway.models import _mixed, _mixed_choice, vae
-from clearway.models.accelerate import accelerate
+from clearway.models._moved import Moved
+from clearway.models.accelerate import accelerate, restore
 from mixed_vaes import EVERY, LATENTS, decoded, half_on_the_cpu, model, overflowing, psnr, tiny_vae
 
 pytestmark = pytest.mark.usefixtures("half_on_the_cpu")
@@ -128,6 +130,21 @@ def test_one_measurement_serves_later_pictures_copies_and_processes(measured: li
     made = decoded(other)
     assert len(measured) == 1 and _mixed.halves(other) == half
     assert torch.equal(made.pixels, first.pixels) and len(made.notes) == 1
+
+
+def test_a_vae_that_comes_and_goes_and_ops_in_it_change_nothing(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = overflowing(1)
+    moved, keys = Moved(module, Device("cpu")), list[Any]()
+    inner = _mixed_choice._key
+    monkeypatch.setattr(_mixed_choice, "_key", lambda *given: keys.append(given) or inner(*given))
+    for change in (lambda _: None, accelerate, restore):
+        moved.enter()
+        change(module)
+        assert decoded(module).dtypes == ("mixed",)
+        moved.leave()
+    assert len(measured) == len(keys) == 1
 
 
 def test_other_weights_are_measured_anew(measured: list[Any]) -> None:
