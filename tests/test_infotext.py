@@ -327,6 +327,18 @@ def test_precision_comes_back_from_clearways_own_pictures_only() -> None:
     assert infotext.unread(A1111_1_4 + ", Dtype: float16") == ("ENSD", "Dtype")
 
 
+def test_a_mixed_vae_comes_back_and_nothing_else_is_mixed() -> None:
+    precision = Precision(unet="float16", vae="mixed")
+    values = infotext.parameters(_request(), seed=5, version="0.1.0", precision=precision)
+    text = infotext.build("a", "", values)
+    assert "VAE dtype: mixed" in text and infotext.unread(text) == ()
+    assert Precision(**infotext.precision_fields(text)) == precision
+    with pytest.raises(RequestError, match=r"VAE dtype 'half'.* float32, float16, bfloat16 or mixed"):
+        infotext.precision_fields("Steps: 1, Seed: 2, VAE dtype: half, Version: Clearway 9.0")
+    with pytest.raises(RequestError, match=r"Dtype 'mixed'.* float32, float16 or bfloat16"):
+        infotext.precision_fields("Steps: 1, Seed: 2, Dtype: mixed, Version: Clearway 9.0")
+
+
 @pytest.mark.parametrize(
     "text, named",
     [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clearway.errors import RequestError, UnavailableError
-from clearway.types import Precision
+from clearway.types import MIXED, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +133,23 @@ def dtype(name: str) -> torch.dtype:
         raise RequestError(f"dtype {name!r} is not known; it is one of {', '.join(DTYPES)}")
     value: torch.dtype = getattr(torch, found)
     return value
+
+
+def dtype_for(part: str, name: str) -> str:
+    """torch's own name of a part's dtype ("fp16" is "float16"), for a VAE "mixed" too.
+
+    `part` is a field of Precision. Raises RequestError for a name that this part does not take.
+    """
+    if name == MIXED and part == "vae":
+        return name
+    if name == MIXED:
+        raise RequestError(
+            f"dtype 'mixed' is the VAE's alone; {_PARTS[part]} takes {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+        )
+    return str(dtype(name)).removeprefix("torch.")
+
+
+_PARTS = {"unet": "the UNet", "text_encoder": "a text encoder", "sampling": "the sampling loop"}
 
 
 def memory(device: Device) -> Memory:

@@ -2,7 +2,7 @@
 
 `CLEARWAY_HOME` names it; otherwise the platform's usual place. Below it is a folder for the layout's version,
 so that an older Clearway never reads what a newer one wrote. Losing the folder costs time, never a picture:
-at most rounding, where a choice for a product then falls otherwise.
+at most rounding, where a choice for a product or a mixed VAE then falls otherwise.
 """
 
 from __future__ import annotations

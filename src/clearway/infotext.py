@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from clearway.errors import RequestError
-from clearway.types import Precision
+from clearway.types import MIXED, Precision
 
 if TYPE_CHECKING:
     from clearway.request import Request
@@ -315,8 +315,9 @@ def _rng(key: str, value: str) -> str:
 
 
 def _dtype(key: str, value: str) -> str:
-    if value.strip() not in ("float32", "float16", "bfloat16"):
-        raise _unreadable(key, value, "float32, float16 or bfloat16")
+    known = ("float32", "float16", "bfloat16", *((MIXED,) if _DTYPES[key] == "vae" else ()))
+    if value.strip() not in known:
+        raise _unreadable(key, value, f"{', '.join(known[:-1])} or {known[-1]}")
     return value.strip()
 
 

@@ -27,7 +27,7 @@ from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
 from clearway.request import Request
 from clearway.result import Result, joined
-from clearway.types import Choices, OnEvent, PicturesDone, Precision, StepDone
+from clearway.types import MIXED, Choices, OnEvent, PicturesDone, Precision, StepDone
 
 SAMPLER_OPTIONS = ("eta", "s_noise", "s_churn", "s_tmin", "s_tmax")
 SCHEDULE_OPTIONS = ("sigma_min", "sigma_max", "rho")
@@ -185,7 +185,9 @@ def _losses(routes: Mapping[str, int], precision: Precision) -> tuple[str, ...]:
 
     Other work in the process may have lost more. float32 is always one: parts are raised to it.
     """
-    used = precision.unet, precision.text_encoder, precision.vae, precision.sampling, "float32"
+    used = {precision.unet, precision.text_encoder, precision.vae, precision.sampling, "float32"}
+    if precision.vae == MIXED:
+        used.add("float16")
     ops = {key.partition("/")[0] for key in routes}
     return state.losses(ops | {first for first, op in ASKED_FIRST.items() if op in ops}, used)
 

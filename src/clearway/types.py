@@ -12,9 +12,13 @@ if TYPE_CHECKING:
     from clearway.result import Result
 
 
+MIXED = "mixed"
+"""The precision of a VAE whose decoder runs in half precision where that is measured to be safe and near."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes by part, as torch's own names ("float32", "float16", "bfloat16").
+    """Dtypes by part, as torch's own names ("float32", "float16", "bfloat16"); a VAE's may be "mixed".
 
     `sampling` is the dtype of the latents inside the loop; `tf32` lets CUDA matmuls and convolutions of
     float32 inputs use TF32. All of them can change a picture, so what is not plain float32 is recorded in it.
@@ -25,6 +29,11 @@ class Precision:
     vae: str = "float32"
     sampling: str = "float32"
     tf32: bool = False
+
+    @property
+    def vae_weights(self) -> str:
+        """The dtype that a VAE's weights are read in: a mixed one's become half where that was measured."""
+        return "float32" if self.vae == MIXED else self.vae
 
 
 @dataclass(frozen=True, slots=True)

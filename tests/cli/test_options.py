@@ -66,6 +66,15 @@ def test_precision_device_then_picture_then_options() -> None:
         precision_from(parse("x", "--dtype", "int8"), cpu)
 
 
+def test_mixed_is_for_the_vae_alone() -> None:
+    cpu = Device("cpu")
+    assert precision_from(parse("x", "--vae-dtype", "mixed"), cpu).vae == "mixed"
+    assert precision_from(parse("x"), cpu, f"{PICTURE}, VAE dtype: mixed").vae == "mixed"
+    for option in ("--dtype", "--text-encoder-dtype", "--sampling-dtype"):
+        with pytest.raises(RequestError, match="'mixed' is the VAE's alone"):
+            precision_from(parse("x", option, "mixed"), cpu)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("8GiB", 8 * 2**30), ("1.5 gib", 3 * 2**29), ("900MiB", 900 * 2**20), ("6g", 6 * 2**30), ("1024", 1024)],

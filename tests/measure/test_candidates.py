@@ -64,6 +64,10 @@ def test_dtypes_other_than_the_present_ones() -> None:
     }
     assert found["TF32"].absent is None and "CUDA" in str(listed()["TF32"].absent)
     assert "no TF32" in listed(model("cuda", Precision(tf32=True)))
+    mixed = found["VAE in mixed precision"]
+    assert mixed.change.precision == {"vae": "mixed"} and mixed.absent is None
+    assert "VAE in mixed precision" not in listed(model("cuda", Precision(vae="mixed")))
+    assert "GPUs" in str(listed()["VAE in mixed precision"].absent)
     change = found["VAE in bfloat16"].change
     assert candidates.changed_precision(Precision(), change) == Precision(vae="bfloat16")
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from clearway import UnavailableError
 from clearway.device import Device
-from clearway.measure import networks
-from clearway.measure.contenders import find
+from clearway.measure import diffusers_arms, networks
+from clearway.measure.compiled import Compiled
+from clearway.measure.contenders import clearway_arm, find
 from clearway.measure.random_model import random_model
 from clearway.measure.scenario import Scenario
+from clearway.measure.verify import reference
+from clearway.models import _mixed, _mixed_choice
 from clearway.types import Choices, Precision
 from fake_capture import Recorder
 
@@ -103,3 +107,20 @@ def test_a_choice_that_text_encoders_do_not_take_is_refused(model: Any) -> None:
     arm = find("clearway:executor=compiled").prepare(scenario("text"), model)
     arm.call(0)
     assert "text_encoder was to run by compiled" in (arm.proof() or "")
+
+
+def test_a_mixed_vae_is_measured_as_mixed_and_against_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_mixed_choice.HALF, "cpu", "float16")
+    made = scenario("vae", precision={"vae": "mixed"})
+    mixed = random_model("tiny-sd15", Device("cpu"), made.precision_on(Device("cpu")))
+    arm = clearway_arm(made, mixed, Choices(executor="flat"))
+    found = arm.probe(0)
+    assert arm.proof() is None and _mixed.precision_of(mixed.vae) == "float32"  # the arm's copy is mixed
+    refer = reference(made, mixed)
+    assert "float32" in refer.label and refer.stock_label == "eager, mixed" and refer.budget
+    judged = refer.judge(found)
+    assert judged["verified"] is True and judged["psnr_db"] > 40 and not judged["identical"]
+    with pytest.raises(UnavailableError, match="no VAE of mixed precision"):
+        diffusers_arms.arm(made, mixed)
+    whole = diffusers_arms.Pipeline(made, mixed, Compiled(), dtype="float32")
+    assert torch.equal(whole.parts.vae.decoder.conv_in.weight, mixed.vae.decoder.conv_in.weight)

@@ -79,7 +79,7 @@ def test_a_models_part_is_tested_on_its_device_within_its_limit(
 
     monkeypatch.setattr("clearway.device.capped", capped)
     card, report = Device("cuda", 0), Report(placed={"layer_norm": ["unet.norm"]})
-    model: Any = SimpleNamespace(device=card, memory_limit_bytes=2**33)
+    model: Any = SimpleNamespace(device=card, memory_limit_bytes=2**33, precision=Precision(vae="float16"))
     assert _checks.begin("unet", nn.Linear(2, 2).half(), report, model) == 1
     assert asked == [(("layer_norm",), "cuda", torch.float16, {})] and limits == [(card, 2**33)]
     _checks.begin_loading(card, Precision(), 2**32)

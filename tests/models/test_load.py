@@ -115,6 +115,18 @@ def test_dtypes_may_be_said_shortly(files: dict[str, Path]) -> None:
         load(files["sd1"], device="cpu", precision=Precision(sampling="x"))
 
 
+def test_a_mixed_vae_is_read_in_float32_and_no_other_part_is_mixed(
+    files: dict[str, Path], folders: dict[str, Path]
+) -> None:
+    for source in (files["sd1"], folders["sd1"]):
+        model = load(source, device="cpu", precision=Precision(vae="mixed"))
+        assert model.precision.vae == "mixed" and model.vae.dtype == torch.float32
+    for part, name in (("unet", "the UNet"), ("text_encoder", "a text encoder"), ("sampling", "the samp")):
+        said = f"dtype 'mixed' is the VAE's alone; {name}.* takes float32, float16 or bfloat16"
+        with pytest.raises(RequestError, match=said):
+            load(files["sd1"], device="cpu", precision=Precision(**{part: "mixed"}))  # type: ignore[arg-type]
+
+
 def test_folders_have_names_even_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "empty" / "inner"
     place.mkdir(parents=True)

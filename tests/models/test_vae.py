@@ -44,7 +44,7 @@ def model(vae_module: Vae):
         latent_scale=0.5,
         latent_shift=0.25,
         latent_factor=8,
-        precision=SimpleNamespace(unet="float16", sampling="float32"),
+        precision=SimpleNamespace(unet="float16", vae="float16", sampling="float32"),
     )
 
 

@@ -86,7 +86,7 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         help="what attention may hold at once (by the memory that is free)",
     )
     add("--dtype", metavar="TYPE", help="float32, float16 or bfloat16, for the UNet and the text encoders")
-    add("--vae-dtype", metavar="TYPE", help="the VAE's")
+    add("--vae-dtype", metavar="TYPE", help="the VAE's; mixed: float16 where measured to be safe")
     add("--text-encoder-dtype", metavar="TYPE", help="the text encoders'")
     add("--sampling-dtype", metavar="TYPE", help="the latents' in the sampling loop")
     add(
@@ -156,7 +156,7 @@ def _without_foreign_options(base: Request, given: dict[str, Any]) -> Request:
 def precision_from(args: argparse.Namespace, device: Device, repeated: str | None = None) -> Precision:
     """The device's own dtypes, changed by the repeated picture's and then by the options."""
     from clearway import infotext
-    from clearway.device import default_precision, dtype
+    from clearway.device import default_precision, dtype_for
 
     precision = default_precision(device)
     if repeated:
@@ -168,7 +168,7 @@ def precision_from(args: argparse.Namespace, device: Device, repeated: str | Non
         "sampling": args.sampling_dtype,
     }
     changes: dict[str, str | bool] = {
-        part: str(dtype(name)).removeprefix("torch.") for part, name in named.items() if name is not None
+        part: dtype_for(part, name) for part, name in named.items() if name is not None
     }
     if args.tf32 is not None:
         changes["tf32"] = args.tf32

@@ -15,7 +15,8 @@ from clearway.measure.ceilings import Ceilings
 from clearway.measure.inside import Inner
 from clearway.measure.profiling import Profile
 from clearway.measure.rows import Row
-from clearway.types import Precision
+from clearway.models._mixed_choice import HALF
+from clearway.types import MIXED, Precision
 
 SAME, PRECISION, LESS = "same arithmetic", "changed precision", "less work"
 KINDS = (SAME, PRECISION, LESS)
@@ -165,6 +166,7 @@ def _same(row: Row, machine: Machine, add: Add) -> None:
 def _other_precision(row: Row, machine: Machine, precision: Precision, add: Add) -> None:
     half = "bfloat16" if machine.kind == "cpu" else "float16"
     option = {"unet": "--dtype", "vae decode": "--vae-dtype"}.get(row.name)
+    named = MIXED if row.name == "vae decode" and machine.kind in HALF else half
     if row.dtype != "float32" or option is None:
         return
     full, limit = machine.ceilings("float32"), machine.ceilings(half)
@@ -172,7 +174,7 @@ def _other_precision(row: Row, machine: Machine, precision: Precision, add: Add)
     if ratio > 1.2:
         floor = 1000 * limit.floor_s(row.flops, row.bytes_moved / 2)
         why = f"matrix products reach {ratio:.1f} times the float32 ceiling here"
-        add(PRECISION, f"{row.name} in {half} ({option} {half})", why, row.ms - floor)
+        add(PRECISION, f"{row.name} in {named} ({option} {named})", why, row.ms - floor)
     if machine.kind == "cuda" and not precision.tf32 and row.name == "unet":
         add(PRECISION, "TF32 for float32 work (--tf32)", "matrix units take it", row.ms - row.floor_ms)
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from clearway.measure.record import WORK
-from clearway.types import Choices, Precision
+from clearway.models._mixed_choice import HALF
+from clearway.types import MIXED, Choices, Precision
 
 if TYPE_CHECKING:
     from clearway.device import Device
@@ -225,7 +226,19 @@ def _precision(device: Device, now: Precision) -> list[Candidate]:
                         f"{dtype} in place of {getattr(now, parts[0])}",
                     )
                 )
-    if "float32" in (now.unet, now.vae, now.text_encoder):
+    if now.vae != MIXED:
+        missing = None if device.kind in HALF else f"parts of a VAE are half on GPUs, this is {device.kind}"
+        made.append(
+            Candidate(
+                "VAE in mixed precision",
+                PRECISION,
+                Change(precision={"vae": MIXED}),
+                frozenset({"precision vae"}),
+                f"half precision where it is measured to be safe and near, in place of {now.vae}",
+                missing,
+            )
+        )
+    if {"float32", MIXED} & {now.unet, now.vae, now.text_encoder}:
         missing = None if device.kind == "cuda" else f"TF32 is CUDA's, this is {device.kind}"
         flag = not now.tf32
         made.append(

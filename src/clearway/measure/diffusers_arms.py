@@ -30,9 +30,11 @@ from clearway.execution import automatic
 from clearway.measure.compiled import Compiled, once
 from clearway.measure.contenders import Arm, Probe, isolated
 from clearway.models import Model, UNetDenoiser, library
+from clearway.models._mixed import halves, whole
 from clearway.models._report import Report
 from clearway.models.accelerate import accelerate
 from clearway.prompt import plan
+from clearway.types import MIXED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +50,10 @@ SCHEDULERS = {
 
 def arm(scenario: Scenario, model: Model, *, accelerated: bool = False, **how: Any) -> Arm:
     """A Diffusers arm; `how` is what `Compiled` takes, `accelerated` is by `clearway.accelerate(pipe)`."""
+    if model.precision.vae == MIXED and scenario.what in ("whole", "vae"):
+        raise UnavailableError(
+            "Diffusers has no VAE of mixed precision; its figures are those of a float32 or float16 VAE"
+        )
     if accelerated and scenario.what != "whole":
         raise UnavailableError(
             f"clearway.accelerate is measured with whole pipelines, and {scenario.name} calls one network"
@@ -368,6 +374,8 @@ def _parts(model: Model, dtype: str | None, place: str) -> Parts:
 
     def own(module: Any) -> Any:
         found = isolated(module)
+        if module is model.vae and halves(module):
+            whole(found)  # with the weights that were read
         if dtype is not None:  # Diffusers' own `to` prints advice
             torch.nn.Module.to(found, device=place, dtype=machine.dtype(dtype))
         return found

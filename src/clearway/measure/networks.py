@@ -21,7 +21,10 @@ from clearway import device as machine
 from clearway import execution
 from clearway.measure.contenders import Arm, Probe, isolated_model, misrouted
 from clearway.models import Model
-from clearway.types import Choices
+from clearway.models._mixed import whole
+from clearway.models._mixed_choice import settle
+from clearway.models.model import dtype_of
+from clearway.types import MIXED, Choices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +51,7 @@ def inputs(scenario: Scenario, model: Model, round: int, side_px: int = 0) -> Gi
     height, width = scenario.height // factor, (scenario.width + side_px) // factor
     if scenario.what == "vae":
         size = (scenario.batch_size, channels, height, width)
-        return {"z": drawn(*size, dtype=model.vae.dtype) / model.latent_scale}
+        return {"z": drawn(*size, dtype=dtype_of(model.vae)) / model.latent_scale}
     if scenario.what == "text":
         return {"ids": [_ids(scenario.prompt, one).to(place) for one in model.tokenizers]}
     rows, dtype = scenario.batch_size * (1 if scenario.cfg_scale == 1 else 2), model.unet.dtype
@@ -144,6 +147,8 @@ def clearway_network(scenario: Scenario, model: Model, intended: dict[str, Any],
         texts,
     )
     calls = _Calls(scenario, model, networks, torch.inference_mode)
+    if scenario.what == "vae" and model.precision.vae == MIXED:
+        _settled(model, inputs(scenario, model, 0))
     part = "text_encoder" if scenario.what == "text" else scenario.what
     return Arm(
         call=calls.call,
@@ -153,6 +158,13 @@ def clearway_network(scenario: Scenario, model: Model, intended: dict[str, Any],
         intended=lambda: intended,
         settle=routes.clear,
     )
+
+
+@torch.inference_mode()
+def _settled(model: Model, given: Given) -> None:
+    """Makes a mixed VAE what it is for its weights, measured with these inputs where nothing is known."""
+    with machine.tf32(model.device, model.precision.tf32):
+        settle(model, given["z"][:1], lambda z: model.vae.decode(z, return_dict=False)[0].float())
 
 
 def _hidden(encoder: Any, ids: Tensor) -> Tensor:
@@ -213,16 +225,22 @@ class _Holder:
 
 
 def output(scenario: Scenario, model: Model, round: int, dtype: str, place: str) -> Tensor:
-    """What the network gives in `dtype` on `place`, eagerly, on a copy: the reference (float32)."""
-    target = machine.dtype(dtype)
+    """What the network gives in `dtype` on `place`, eagerly, on a copy: the reference (float32).
+
+    "mixed" is a VAE's on the model's own device.
+    """
+    target = torch.float32 if dtype == MIXED else machine.dtype(dtype)
 
     def moved(value: Tensor) -> Tensor:
         return value.to(place, target) if value.is_floating_point() else value.to(place)
 
     own = isolated_model(model)
+    whole(own.vae)
     for module in (own.unet, own.vae, *own.text_encoders):
         torch.nn.Module.to(module, device=place, dtype=target)  # Diffusers' own `to` prints advice
     given = pytree.tree_map_only(torch.Tensor, moved, inputs(scenario, model, round))
+    if dtype == MIXED:
+        _settled(own, given)
     with torch.inference_mode():
         return Networks(own.unet, own.vae.decode, _plain(own.text_encoders)).run(scenario.what, given).float()
 

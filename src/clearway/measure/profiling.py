@@ -22,7 +22,8 @@ from clearway.measure.inside import Inner, inner
 from clearway.measure.rows import Row, row_name, rows, without
 from clearway.measure.stages import CALL, RUN, Recorder, listening, parts
 from clearway.models import chosen
-from clearway.types import Event, PicturesDone, StageDone
+from clearway.models._mixed_choice import HALF
+from clearway.types import MIXED, Event, PicturesDone, StageDone
 
 if TYPE_CHECKING:
     from clearway.measure.clock import Timer
@@ -204,6 +205,8 @@ class Profiler:
             ("unet", precision.unet),
             ("vae", precision.vae),
         ):
+            if row.startswith(start) and dtype == MIXED:  # the higher ceilings, which its half parts have
+                return HALF.get(self.model.device.kind, "float32")
             if row.startswith(start):
                 return dtype
         return precision.sampling

@@ -164,7 +164,7 @@ def random_model(family: str, device: Device, precision: Precision, seed: int = 
         return module
 
     unet = part(diffusers_module(made.unet, plan.unet, name), "unet", precision.unet)
-    vae = part(diffusers_module(made.vae, plan.vae, name), "vae", precision.vae)
+    vae = part(diffusers_module(made.vae, plan.vae, name), "vae", precision.vae_weights)
     texts = tuple(
         part(text_module(config, kind.pooled, name), f"text_encoder_{number}", precision.text_encoder)
         for number, (config, kind) in enumerate(zip(plan.texts, known.text_encoders, strict=True), 1)

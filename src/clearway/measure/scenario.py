@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from clearway.device import Device, dtype
+from clearway.device import Device, dtype_for
 from clearway.errors import RequestError, nearest, one_line
 from clearway.request import Request
 from clearway.types import Precision
@@ -67,7 +67,7 @@ class Scenario:
                 raise RequestError(
                     f"scenario {self.name}: precision of {part!r} is not known; it has {', '.join(parts)}"
                 )
-            dtype(name)
+            dtype_for(part, name)
         if not self.seeds:
             raise RequestError(f"scenario {self.name} has no seeds; one is enough")
         if self.calls < 1 or (self.calls > 1 and self.what in ("whole", "ops")):
@@ -97,7 +97,7 @@ class Scenario:
     def precision_on(self, device: Device) -> Precision:
         """The dtypes by part on `device`, as torch's own names."""
         base = Precision() if device.kind == "cpu" else HALF
-        named = {part: str(dtype(name)).removeprefix("torch.") for part, name in self.precision.items()}
+        named = {part: dtype_for(part, name) for part, name in self.precision.items()}
         return replace(base, **named)  # type: ignore[arg-type]
 
     @property

@@ -19,6 +19,7 @@ from clearway.errors import UnavailableError
 from clearway.measure.contenders import Probe, clearway_arm, isolated_model
 from clearway.measure.quality import compare_pictures, compare_tensors
 from clearway.models import Model
+from clearway.models._mixed import whole
 from clearway.types import Choices, Precision
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def _whole(scenario: Scenario, model: Model, place: str, same: bool) -> Found:
     probe = on_cpu(exact.probe(0))
     if same:
         return label, probe, label, probe
+    # Diffusers has no mixed VAE: a float32 one, which changes nothing of the latents that the budget is of
+    model = replace(model, precision=replace(model.precision, vae=model.precision.vae_weights))
     stock = on_cpu(diffusers_arms.Pipeline(scenario, model, Compiled()).probe(0))
     return label, probe, f"Diffusers eager, {_dtypes(model)}", stock
 
@@ -147,6 +150,7 @@ def _own(scenario: Scenario, model: Model, same: bool) -> Found:
     import torch
 
     exact = isolated_model(model)
+    whole(exact.vae)
     for module in (exact.unet, exact.vae, *exact.text_encoders):
         torch.nn.Module.float(module)
     exact = replace(exact, precision=Precision())

@@ -17,12 +17,21 @@ import torch
 from torch import Tensor, nn
 
 
-class Bound(functools.partial[Any]):
-    """`Bound(run, module, ...)`: `run(module, ..., *args)` in place of the forward of the module's class.
+class Instead(functools.partial[Any]):
+    """`Instead(run, module, ...)`: `run(module, ..., *args)` in place of the forward of the module's class.
 
     A partial, so that torch.compile sees `run` itself: one frame of Python's for all kinds would share one
     cache of compiled code, and its limit.
     """
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The class's own, for those who look what a forward takes."""
+        return inspect.signature(MethodType(type(self.args[0]).forward, self.args[0]))
+
+
+class Bound(Instead):
+    """What `accelerate` puts in place and `restore` takes away."""
 
     before: Any = None
     """What stood at the instance before, to be put back: the class's own forward, as Accelerate leaves it."""
@@ -31,10 +40,9 @@ class Bound(functools.partial[Any]):
         """From now on the class's own forward runs, for somebody who still holds this."""
         self.__setstate__((own, self.args[:1], {}, None))  # type: ignore[attr-defined]
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The class's own, for those who look what a forward takes."""
-        return inspect.signature(MethodType(type(self.args[0]).forward, self.args[0]))
+
+class Cast(Instead):
+    """What casts between parts of several dtypes: of a module's precision, hence not `restore`'s to take."""
 
 
 _LIBRARIES = ("torch", "diffusers", "transformers")

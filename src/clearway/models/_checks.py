@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from clearway import device as machine
 from clearway import ops
 from clearway.device import Device
 from clearway.models import chosen
+from clearway.models._mixed_choice import HALF
 from clearway.models._report import Report
 from clearway.models.model import Model
 from clearway.ops import verdicts
-from clearway.types import Precision
+from clearway.types import MIXED, Precision
 
 NAMES = {"group_norm": ("group_norm_silu",), "geglu": ("geglu", "geglu_linear"), "linear": ()}
 """The ops behind what the report calls otherwise, or that run in its place; `linear` is PyTorch's own but
@@ -37,8 +39,10 @@ def begin(label: str, part: nn.Module, report: Report, model: Model | None = Non
         return 0
     if model is None:
         return verdicts.prepare(placed, weight.device.type, weight.dtype, likes(part))
+    mixed = model.precision.vae == MIXED and part is model.vae
+    dtypes = dict.fromkeys((weight.dtype, *(_halves(model.device) if mixed else ())))
     with machine.capped(model.device, model.memory_limit_bytes):
-        return verdicts.prepare(placed, model.device.kind, weight.dtype, likes(part))
+        return sum(verdicts.prepare(placed, model.device.kind, dtype, likes(part)) for dtype in dtypes)
 
 
 def begin_loading(device: Device, precision: Precision, limit_bytes: int | None = None) -> int:
@@ -47,9 +51,15 @@ def begin_loading(device: Device, precision: Precision, limit_bytes: int | None 
     if not wanted or device.kind == "cpu":
         return 0
     ops.discover()
-    dtypes = dict.fromkeys((precision.unet, precision.vae))
+    halves = _halves(device) if precision.vae == MIXED else ()
+    named = map(machine.dtype, (precision.unet, precision.vae_weights))
     with machine.capped(device, limit_bytes):
-        return sum(verdicts.prepare(wanted, device.kind, machine.dtype(name)) for name in dtypes)
+        return sum(verdicts.prepare(wanted, device.kind, dtype) for dtype in dict.fromkeys((*named, *halves)))
+
+
+def _halves(device: Device) -> tuple[torch.dtype, ...]:
+    """What parts of a mixed VAE may run in on a device, beside float32."""
+    return (machine.dtype(HALF[device.kind]),) if device.kind in HALF else ()
 
 
 def _ops(names: Iterable[str]) -> list[str]:

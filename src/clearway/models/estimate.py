@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from clearway.models._mixed import lacking_bytes
 from clearway.models.model import dtype_of
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ class Parts:
 def work(model: Model, rows: int, pictures: int, width: int, height: int, tile_px: int) -> tuple[int, ...]:
     """(text, UNet, VAE, VAE by tiles): bytes that each holds beyond weights, sides in pixels.
 
-    `rows` are the UNet's, twice the pictures under guidance. The text encoders' counts for SDXL's two.
+    `rows` are the UNet's, twice the pictures under guidance. The text encoders' counts for SDXL's two. A
+    mixed VAE counts as the float32 one that it may have to become: its activations, and what its weights
+    lack.
     """
     last = model.choices.layout == "channels_last"
     unet_size, vae_size = dtype_of(model.unet).itemsize, dtype_of(model.vae).itemsize
@@ -152,7 +155,8 @@ def work(model: Model, rows: int, pictures: int, width: int, height: int, tile_p
     unet = unet_bytes(
         model.unet.config, rows, height // factor, width // factor, unet_size, channels_last=last
     )
-    done, sides = picture_bytes(pictures, height, width), (min(height, tile_px), min(width, tile_px))
+    done = picture_bytes(pictures, height, width) + lacking_bytes(model.vae)
+    sides = min(height, tile_px), min(width, tile_px)
     return (
         TEXT_BYTES,
         unet + LIBRARIES_BYTES,

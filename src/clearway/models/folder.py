@@ -71,7 +71,7 @@ def load_folder(
             return _part(folder, config, weights, family, what, device, dtype_name, notes)
 
     unet = part("unet", precision.unet)
-    vae = part("vae", precision.vae)
+    vae = part("vae", precision.vae_weights)
     encoders = tuple(part(folder, precision.text_encoder) for folder in folders)
     tokenizers = tuple(
         tokenizer.load(path / folder.replace("text_encoder", "tokenizer")) for folder in folders

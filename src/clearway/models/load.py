@@ -115,17 +115,9 @@ def _read_if_it_fits(
 
 def _canonical(precision: Precision) -> Precision:
     """The same dtypes by torch's full names ("fp16" is "float16"); RequestError for one that is not known."""
-
-    def full(name: str) -> str:
-        return str(machine.dtype(name)).removeprefix("torch.")
-
-    return replace(
-        precision,
-        unet=full(precision.unet),
-        text_encoder=full(precision.text_encoder),
-        vae=full(precision.vae),
-        sampling=full(precision.sampling),
-    )
+    parts = ("unet", "text_encoder", "vae", "sampling")
+    named = {part: machine.dtype_for(part, getattr(precision, part)) for part in parts}
+    return replace(precision, **named)  # type: ignore[arg-type]
 
 
 def _locate(source: str, precision: Precision, local_files_only: bool) -> tuple[Path, str, tuple[str, ...]]:

@@ -59,7 +59,7 @@ def load_file(
         if family is SD2 and training.prediction == "v_prediction":
             unet_said["upcast_attention"] = True  # SD 2.1's attention overflows in half precision
         unet = parts.unet(encoders, unet_said, precision.unet)
-        vae = parts.vae(said.get("vae", {}), precision.vae)
+        vae = parts.vae(said.get("vae", {}), precision.vae_weights)
         notes += (*more, *parts.notes, *parts.surplus())
     vocabulary = Path(__file__).parent / "embedded" / "tokenizer"
     return assemble(

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from clearway.errors import UnavailableError
+from clearway.models import _mixed, _mixed_choice
 from clearway.models.model import Model, dtype_of
 from clearway.models.tiles import LABEL, decode_tiled, is_tiled
-from clearway.ops.state import dtype_name
+from clearway.types import MIXED
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """`pixels` (B, 3, 8h, 8w), float32, in -1..1; for each picture the dtype its VAE computed in, by torch's
-    name, and its tiles ("64/16", None where it was decoded whole). `notes` say what was not as planned."""
+    name or "mixed", and its tiles ("64/16", None where it was decoded whole). `notes` say what was not as
+    planned, and what mixed was."""
 
     pixels: Tensor
     dtypes: tuple[str, ...]
@@ -40,12 +42,18 @@ def decode(
     """The pictures of latents (B, C, h, w).
 
     `tiled(element_size)` says whether to decode by tiles in numbers of that many bytes. A picture that half
-    precision gives NaN or infinity in is decoded again in float32, in which the VAE then stays: another class
-    of precision, which `dtypes` and a note tell. Raises UnavailableError where the latents themselves are not
-    finite, or float32 does not help.
+    precision, or mixed, gives NaN or infinity in is decoded again in float32, in which the VAE then stays:
+    another class of precision, which `dtypes` and a note tell. A mixed VAE is measured with the first of the
+    pictures, where nothing is known of its weights. Raises UnavailableError where the latents themselves are
+    not finite, or float32 does not help.
     """
     call = run or model.vae.decode
     scaled = torch.split(latents.float() / model.latent_scale + model.latent_shift, 1)
+    notes = list[str]()
+    if model.precision.vae == MIXED:
+        notes += _mixed_choice.settle(
+            model, scaled[0], lambda row: _decode(model, row, model.vae.decode, tiled)[0]
+        )
     made = [_decode(model, row, call, tiled) for row in scaled]
     # the latents too are looked at here, since the device would idle while the host waits for that first
     sampled, *good = _finite([latents, *(pixels for pixels, _ in made)])
@@ -59,18 +67,20 @@ def decode(
             f"sampling ended in NaN or infinity (UNet in {model.precision.unet}, latents in "
             f"{model.precision.sampling}); dtype float32 (or bfloat16) may work"
         )
-    before = dtype_of(model.vae)
-    dtypes, notes = [dtype_name(before)] * len(made), list[str]()
+    before = _mixed.precision_of(model.vae)
+    dtypes = [before] * len(made)
     broken = [index for index, whole in enumerate(good) if not whole]
-    if broken and before == torch.float32:
+    if before == MIXED and len(broken) < len(made):
+        notes.append(_mixed.sentence(model.vae))
+    if broken and before == "float32":
         raise UnavailableError(
             "the VAE returned NaN in float32; its weights are damaged, use another VAE or checkpoint"
         )
     if broken:
-        model.vae.float()
+        _mixed_choice.give_up(model)
         for index in broken:
             made[index] = _decode(model, scaled[index], call, tiled)
-            dtypes[index] = dtype_name(torch.float32)
+            dtypes[index] = "float32"
         if not all(_finite([made[index][0] for index in broken])):
             raise UnavailableError("the VAE returned NaN even in float32; use another VAE or checkpoint")
         notes.append(_raised(before, broken, made))
@@ -82,13 +92,14 @@ def decode(
     )
 
 
-def _raised(before: torch.dtype, broken: list[int], made: list[tuple[Tensor, str | None]]) -> str:
+def _raised(before: str, broken: list[int], made: list[tuple[Tensor, str | None]]) -> str:
     """What a change of precision says of itself."""
     which = "" if len(broken) == len(made) == 1 else f" in {len(broken)} of {len(made)} pictures"
     by_tiles = f", by tiles ({LABEL})" if made[broken[0]][1] else ""
     what = "these" if len(broken) > 1 else "that one" if which else "it"
     again = f"{what} ran again in float32{by_tiles}, where it stays"
-    return f"the VAE returned NaN in {dtype_name(before)}{which}: {again}"
+    what = "mixed precision" if before == MIXED else before
+    return f"the VAE returned NaN in {what}{which}: {again}"
 
 
 def _decode(
