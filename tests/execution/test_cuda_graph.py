@@ -480,6 +480,24 @@ def test_the_device_works_while_the_module_is_looked_at(
     assert seen == [before + 1] and backend.replays == before + 1
 
 
+def test_who_begins_to_listen_is_heard_at_once_and_costs_one_replay(network: Network) -> None:
+    run, backend = executor(network), Recorder()
+    run.pool.backend = backend
+    x, context, heard = torch.randn(2, 4), torch.randn(2, 4), list[int]()
+    for _ in range(3):
+        agree(run, network, x, context)
+    before = backend.replays
+    handle = network.inner.register_forward_hook(lambda *_: heard.append(len(heard)))
+    for _ in range(3):
+        run(x, context=context)
+    assert len(heard) >= 3 and backend.replays == before + 1  # the first, thrown away
+    assert run.routes["unet/eager"] == 3
+    handle.remove()
+    agree(run, network, x, context)
+    agree(run, network, x, context)
+    assert backend.replays == before + 3 and not run.pool.heard
+
+
 def test_what_no_longer_lies_where_it_lay_is_not_read(network: Network) -> None:
     """And what was replayed of a module that changed otherwise is thrown away."""
     run, backend = executor(network), Recorder()

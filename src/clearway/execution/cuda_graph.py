@@ -93,22 +93,25 @@ class CudaGraph:
         replay changes nothing but what the graph owns, and reads weights that lie where they lay.
         """
         module = self.pool.lying(call.owner)
-        if module is None or module.refuse(call.itself) is not None:
+        if module is None or module.refuse(call.itself, hooks=self.pool.heard) is not None:
             return None, None, None
         key = self._key(call, module)
         _, graph = self.pool.choose(key, call.tensors[0].device, call.tensors)
         if graph is None or not graph.ready(call.tensors):
             return None, None, None
-        output = self._replayed(graph, call, promised)
+        output = self._replayed(graph, call, promised, settled=True)
         found = self.pool.checked(call.owner, lies=True)
         if found is not module:
+            return found, None, None
+        self.pool.heard = module.hooked(call.itself)
+        if self.pool.heard:
             return found, None, None
         self._count(graph)
         return None, graph, output
 
-    def _replayed(self, graph: Graph, call: Call, promised: list[bool]) -> Any:
+    def _replayed(self, graph: Graph, call: Call, promised: list[bool], settled: bool = False) -> Any:
         self.pool.backend.enter(graph.buffers)
-        graph.load(call.tensors, promised)
+        graph.load(call.tensors, promised, settled)
         graph.replay()
         return copied(graph.output)
 

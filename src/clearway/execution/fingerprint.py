@@ -76,11 +76,12 @@ class Fingerprint:
         except RuntimeError:  # one has no memory of its own any more
             return False
 
-    def refuse(self, itself: bool) -> str | None:
-        """Why no call of the module, or in `itself` False of a method of it, stands for the next one."""
+    def refuse(self, itself: bool, hooks: bool = True) -> str | None:
+        """Why no call of the module, or in `itself` False of a method of it, stands for the next one; `hooks`
+        says whether hooks are looked for, of which there are thousands of places."""
         if self.moved:
             return "hooks are at work in it that may move its weights (offloading, caching)"
-        if self.hooked(itself):
+        if hooks and self.hooked(itself):
             return "forward hooks are at work in it"
         if self.foreign:
             return f"{self.foreign} is somebody's own code, which may do something else at each call"

@@ -38,9 +38,10 @@ class Graph:
     uses: int = 0
     turn: int = 0
 
-    def load(self, tensors: Sequence[Tensor], promised: Sequence[bool]) -> None:
+    def load(self, tensors: Sequence[Tensor], promised: Sequence[bool], settled: bool = False) -> None:
         """Copies the inputs in. One from which something was computed once (Frame) is left where it is the
-        same object with the same content as last time, as far as PyTorch counts changes."""
+        same object with the same content as last time, as far as PyTorch counts changes. `settled`: it was
+        found `ready` for these."""
         changed, now, sources = [], list(self.seen), self._sources()
         for index, (mine, given) in enumerate(zip(self.inputs, tensors, strict=True)):
             if index in sources and _same(self.seen[index], given):
@@ -49,7 +50,8 @@ class Graph:
             mine.copy_(given)
             now[index] = _seen(given, promised[index])
             changed.append(mine)
-        self.frame.refresh(changed)
+        if not settled:
+            self.frame.refresh(changed)
         self.seen = now
 
     def ready(self, tensors: Sequence[Tensor]) -> bool:
@@ -163,6 +165,8 @@ class Pool(Bounded[Graph]):
     float32 for each picture, or one that cannot be captured and counts its calls. Then it must be seen twice
     unchanged before it is captured once more."""
     settled: bool = False
+    heard: bool = False
+    """Whether somebody listened at the last call: then that is looked at before a replay, else after it."""
     _module: Fingerprint | None = None
 
     @property
