@@ -3,8 +3,6 @@
 import copy
 import gc
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -103,66 +101,6 @@ def test_a_frame_holds_buffers_that_refresh_fills_again() -> None:
     assert frame.refresh() == 0
     kept.forget()
     assert (frame.refresh(), frame.refresh(), first.sum()) == (1, 0, 42)
-
-
-def renewed(frame: Frame) -> list[int]:
-    """How often the frame's renewal, captured here, ran so far; what it runs is not told apart."""
-    times = [0]
-
-    def capture(run: Callable[[], None]) -> tuple[Callable[[], None], None]:
-        def replay() -> None:
-            times[0] += 1
-            run()
-
-        return replay, None
-
-    frame.capture(capture)
-    return times
-
-
-def test_a_new_input_is_renewed_at_once_and_only_with_the_weights_of_then() -> None:
-    kepts, source, unread, third = (Kept(), Kept()), torch.ones(2), torch.ones(2), torch.ones(2)
-    weights = [nn.Parameter(torch.ones(2), requires_grad=False) for _ in kepts]
-    frame = Frame((source, unread))
-    with within(frame):
-        made = [
-            kept.get(source, [weight], Doubling(source, weight))[0]
-            for kept, weight in zip(kepts, weights, strict=True)
-        ]
-        (phases,) = kepts[0].of_weights([third], lambda: (third * 3,))
-    times = renewed(frame)
-    source.fill_(5)
-    assert (frame.refresh([unread]), frame.refresh([source]), times) == (0, 3, [1])
-    assert [one.sum() for one in made] == [10, 10]
-    third.data += 1  # unseen, but read again whenever an input is another
-    assert (frame.refresh([source]), phases.sum(), times) == (3, 12, [2])
-    weights[1].data = torch.full((2,), 3.0)  # lies elsewhere: a captured renewal would read what lay there
-    assert (frame.refresh([source]), times, made[1].sum()) == (3, [2], 30)
-    assert frame.refresh([source]) == 3 and times == [2] and frame.renewal is None
-
-
-def test_a_renewal_is_of_all_inputs_that_something_is_held_of() -> None:
-    kepts, sources = (Kept(), Kept()), (torch.ones(2), torch.ones(2))
-    frame = Frame(sources)
-    with within(frame):
-        for kept, source in zip(kepts, sources, strict=True):
-            kept.get(source, [], Doubling(source, torch.ones(2)))
-    times = renewed(frame)
-    assert (frame.refresh(sources[:1]), times) == (1, [0])
-    assert (frame.refresh(sources), times) == (2, [1])
-
-
-def test_what_cannot_be_captured_is_made_one_by_one() -> None:
-    def capture(run: Callable[[], None]) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    kept, source = Kept(), torch.ones(2)
-    frame = Frame((source,))
-    frame.capture(capture)  # nothing is held: nothing is tried
-    with within(frame):
-        kept.get(source, [], Doubling(source, torch.ones(2)))
-    frame.capture(capture)
-    assert frame.renewal is None and frame.refresh([source]) == 1
 
 
 def test_every_way_in_which_a_weight_changes_is_seen_once_all_is_settled() -> None:

@@ -228,7 +228,6 @@ class CudaGraph:
             machine.release_memory(Device(device.type, device.index))
         if reason is not None:
             return None, reason
-        frame.capture(self.pool.backend.capture)
         other_sizes.begin(inputs, calls)
         unseen: list[Any] = [None] * len(inputs)
         return Graph(replay, output, inputs, frame, sample, routes, unseen, list(unseen)), None

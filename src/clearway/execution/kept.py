@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearway.ops import ahead, contract
+from clearway.ops import ahead
 
 Values = tuple[Tensor, ...]
 Sign = tuple[Any, ...]
@@ -148,30 +148,11 @@ class Frame:
 
     `sources` are the graph's static inputs. What is computed from one of them during warm-up is held here and
     left out of the graph; `refresh` makes it anew, into the same buffers, when an input has changed.
-    `renewal` does that for all of it at once, as a graph of its own: a new prompt has dozens of small
-    products, which the host would issue one by one while the device waits.
     """
 
     sources: tuple[Tensor, ...]
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    renewal: Callable[[], None] | None = None
-    """Stands as long as the weights are those that it was captured with."""
-    routes: dict[str, int] = field(default_factory=dict)
-    """What a renewal runs, by implementation."""
     _settled: _Settled | None = None
-
-    def capture(self, capture: Callable[[Callable[[], None]], tuple[Callable[[], None], Any]]) -> None:
-        """Has it captured how all that is held is made anew, by `capture(run)`, which gives (replay, output).
-        What cannot be captured is made one by one as before."""
-        if not self._of_inputs():
-            return
-        with contract.recording(self.routes), suppress(Exception):
-            self.renewal, _ = capture(self._make_all)
-
-    def _make_all(self) -> None:
-        for held in self.held.values():
-            for buffer, value in zip(held.values, held.compute(), strict=True):
-                buffer.copy_(value)
 
     def get(
         self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
@@ -221,13 +202,6 @@ class Frame:
             return 0
         inputs = self._of_inputs()
         now = [(_sign(one.weights), one.owner.forgotten) for one in self.held.values()]
-        if now != [(one.sign, one.forgotten) for one in self.held.values()]:
-            self.renewal = None
-        elif self.renewal is not None and inputs <= touched:
-            self.renewal()
-            contract.count(self.routes)
-            self._settled = _Settled(self.held)
-            return len(self.held)
         anew = {
             key
             for (key, held), sign in zip(self.held.items(), now, strict=True)
