@@ -480,6 +480,22 @@ def test_the_device_works_while_the_module_is_looked_at(
     assert seen == [before + 1] and backend.replays == before + 1
 
 
+def test_what_could_not_be_captured_and_is_mended_is_captured_once_seen_twice(network: Network) -> None:
+    run, backend = executor(network), Recorder()
+    run.pool.backend = backend
+    x, context, inner = torch.randn(2, 4), torch.randn(2, 4), network.inner
+    for _ in range(2):
+        agree(run, network, x, context)
+    network.inner, backend.error = nn.Linear(4, 8, bias=False), RuntimeError("operation not permitted")
+    network.inner.requires_grad_(False)
+    for _ in range(2):
+        agree(run, network, x, context)
+    network.inner, backend.error = inner, None
+    for _ in range(4):
+        agree(run, network, x, context)
+    assert run.routes == {"unet/cuda_graph": 5, "unet/eager": 3}
+
+
 def test_who_begins_to_listen_is_heard_at_once_and_costs_one_replay(network: Network) -> None:
     run, backend = executor(network), Recorder()
     run.pool.backend = backend

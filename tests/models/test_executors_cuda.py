@@ -230,7 +230,8 @@ def test_what_cannot_be_captured_leaves_no_trace(folders: dict[str, Path]) -> No
     close(agrees(pipe, given), before)
     agrees(pipe, changed)
     calls = {part: dict(ran.calls) for part, ran in report.ran.items()}
-    assert calls.pop("unet") == {"unet/cuda_graph": 6, "unet/eager": 4}
+    # of the first two calls after it was mended the first is eager: it might change at each call
+    assert calls.pop("unet") == {"unet/cuda_graph": 5, "unet/eager": 5}
     assert all(counted.keys() == {f"{part}/cuda_graph"} for part, counted in calls.items())
 
 
