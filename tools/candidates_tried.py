@@ -125,9 +125,15 @@ ENTRIES = (
         KERNELS,
         "Nothing waits for the bias at a tile's end any more, and large batches find rows and weights in the "
         "cache: as quick as the product alone.",
-        cases(
-            "geglu_linear early", "gluon, bias fetched late", "gluon, bias fetched early",
-            *GATED[:4], "16384x5120x1280", "65536x2560x640",
+        (
+            *cases(
+                "geglu_linear early", "gluon, bias fetched late", "gluon, bias fetched early",
+                *GATED[:4], "16384x5120x1280", "65536x2560x640",
+            ),
+            Figure(
+                "SDXL's call at the power limit, all of that day", "unet at the power limit", "sdxl 128x128",
+                "all that was kept before", ("all that is kept",),
+            ),
         ),
     ),
     Entry(
@@ -327,6 +333,18 @@ ENTRIES = (
             Figure(
                 "whole", "whole generation", "sd15 64x64, DPM++ SDE, 5 steps",
                 "paths in the stream of the UNet", ("paths on a stream of their own",),
+            ),
+        ),
+    ),
+    Entry(
+        "A new prompt's keys and values, 64 small products, as a graph of their own",
+        "level",
+        WHOLE,
+        "What the device waits for there is other work of the host's; taken out again.",
+        (
+            Figure(
+                "from the text encoder to the first UNet call", "text to the first UNet call", "sd15 64x64",
+                "keys and values one by one", ("keys and values by a graph",),
             ),
         ),
     ),
