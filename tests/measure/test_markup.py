@@ -40,3 +40,10 @@ def test_signs_that_deceive_are_replaced() -> None:
     assert shown("a\u202eb\x00c\ud800\x1b[0m") == "a\ufffdb\ufffdc\ufffd\ufffd[0m"
     assert shown(12) == "12" and isinstance(escape("<"), Markup)
     assert len(shown("x" * 10_000)) == 600
+
+
+def test_what_is_too_long_ends_with_a_whole_word() -> None:
+    cut = shown("transformers, " * 60)
+    assert cut.removesuffix(" …").replace("transformers, ", "") == "transformers,"
+    assert 580 < len(cut) <= 600
+    assert shown("word " * 119 + "last") == "word " * 119 + "last"

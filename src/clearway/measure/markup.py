@@ -19,7 +19,7 @@ class Markup(str):
 def shown(value: Any) -> str:
     """Any value as text fit for print: control signs, direction signs and lone surrogates become U+FFFD."""
     text = _UNSAFE.sub("\ufffd", value if isinstance(value, str) else str(value))
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + " …"
+    return text if len(text) <= _LONGEST else _words(text[: _LONGEST - 2]) + " …"
 
 
 def escape(value: Any) -> Markup:
@@ -49,3 +49,9 @@ def join(children: Any) -> Markup:
 
 def _number(value: Any) -> Any:
     return f"{value:.5g}" if isinstance(value, float) else value
+
+
+def _words(text: str) -> str:
+    """Without its last word, which may have been cut; whole where it is one."""
+    kept, _, last = text.rpartition(" ")
+    return kept or last
