@@ -89,17 +89,26 @@ class CudaGraph:
         the device works meanwhile. Without a graph where it is not, and what was computed is thrown away;
         the first is then the module as it was found, None where nobody looked.
 
-        Only where inputs are to be copied and nothing is to be computed with the module as it is now. A
-        replay changes nothing but what the graph owns, and reads weights that lie where they lay.
+        A replay changes nothing but what the graph owns, and reads weights that lie where they lay; so does
+        what is made anew of another prompt, by the module as it is now. Where that fails the module is no
+        longer what it was, or the call itself will fail so.
         """
         module = self.pool.lying(call.owner)
         if module is None or module.refuse(call.itself, hooks=self.pool.heard) is not None:
             return None, None, None
         key = self._key(call, module)
         _, graph = self.pool.choose(key, call.tensors[0].device, call.tensors)
-        if graph is None or not graph.ready(call.tensors):
+        if graph is None:
             return None, None, None
-        output = self._replayed(graph, call, promised, settled=True)
+        settled = graph.ready(call.tensors)
+        if not settled and module.hooked(call.itself):  # who would hear of what is made anew
+            return None, None, None
+        try:
+            output = self._replayed(graph, call, promised, settled)
+        except Exception:
+            if settled:
+                raise  # of the replay itself
+            return None, None, None
         found = self.pool.checked(call.owner, lies=True)
         if found is not module:
             return found, None, None
