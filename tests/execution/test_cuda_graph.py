@@ -480,6 +480,25 @@ def test_the_device_works_while_the_module_is_looked_at(
     assert seen == [before + 1] and backend.replays == before + 1
 
 
+def test_a_prompt_and_a_module_that_change_together(network: Network) -> None:
+    """What is made of the prompt before the module is looked at goes with the graph; where it cannot be made
+    the call tells."""
+    run, backend = executor(network), Recorder()
+    run.pool.backend = backend
+    x, context = torch.randn(2, 4), torch.randn(2, 4)
+    for _ in range(2):
+        agree(run, network, x, context)
+    network.scale = 2.0
+    agree(run, network, x, torch.randn(2, 4))
+    network.inner.weight.data.mul_(2)  # unseen, and made of what is there at the next prompt
+    agree(run, network, x, torch.randn(2, 4))
+    network.inner = nn.Linear(4, 6, bias=False).requires_grad_(False)
+    agree(run, network, x, torch.randn(2, 4))
+    del network.inner
+    with pytest.raises(AttributeError, match="inner"):
+        run(x, context=torch.randn(2, 4))
+
+
 def test_what_could_not_be_captured_and_is_mended_is_captured_once_seen_twice(network: Network) -> None:
     run, backend = executor(network), Recorder()
     run.pool.backend = backend
