@@ -21,7 +21,7 @@ from clearway.execution import executor
 from clearway.models import load
 from clearway.models._bound import Bound
 from clearway.models.accelerate import OPS, accelerate, apply, restore
-from clearway.ops import ahead, contract
+from clearway.ops import contract
 from clearway.pipeline import generate
 from clearway.types import Choices
 from fake_capture import Recorder
@@ -489,16 +489,3 @@ def test_a_compiler_sees_all_of_it_as_one_graph(unets: dict[str, Any]) -> None:
             unet(**given)  # with weights joined
             close(compiled(**given)[0], copy_of(unet)(**given)[0])
     torch.compiler.reset()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_eager_call_has_its_kernels_built_first(unets: dict[str, Any]) -> None:
-    unet = copy_of(unets["sdxl"]).cuda().half()
-    given = tree_map_only(Tensor, lambda one: one.cuda().half(), inputs(unet, 2, 16, 16))
-    accelerate(unet, executor="eager")
-    before = ahead.times()["variants"]
-    with torch.no_grad():
-        got = executor("eager", unet, "unet")(**given)[0]
-        assert ahead.times()["variants"] > before
-        assert torch.equal(got, unet(**given)[0])

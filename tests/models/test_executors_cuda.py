@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from clearway import Request, generate, sampling
+from clearway.execution import executor
 from clearway.models import load
 from clearway.models.accelerate import accelerate, restore
+from clearway.ops import ahead
 from never_waits import never_waits
 from pipelines import draw, image_adapter, lora, pipeline
 
@@ -233,6 +235,19 @@ def test_what_cannot_be_captured_leaves_no_trace(folders: dict[str, Path]) -> No
     # of the first two calls after it was mended the first is eager: it might change at each call
     assert calls.pop("unet") == {"unet/cuda_graph": 5, "unet/eager": 5}
     assert all(counted.keys() == {f"{part}/cuda_graph"} for part, counted in calls.items())
+
+
+def test_an_eager_call_has_its_kernels_built_first(folders: dict[str, Path]) -> None:
+    pipe, _ = pipeline(folders, "text2img")
+    pipe.to("cuda")
+    unet = pipe.unet
+    accelerate(unet, executor="eager")
+    given = torch.randn(2, 4, 16, 16, device="cuda"), 431, torch.randn(2, 77, 32, device="cuda")
+    before = ahead.times()["variants"]
+    with torch.no_grad():
+        got = executor("eager", unet, "unet")(*given).sample
+        assert ahead.times()["variants"] > before
+        assert torch.equal(got, unet(*given).sample)
 
 
 def test_restore_gives_the_memory_back(folders: dict[str, Path]) -> None:

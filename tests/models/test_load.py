@@ -163,6 +163,14 @@ def test_importing_the_room_is_light() -> None:
     assert done.stdout.split() == []
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, read: Any, capped: Any) -> None:
+    """`read` for folders and `capped` for the limit, on a CPU that passes for a card."""
+    monkeypatch.setattr(importlib.import_module("clearway.models.load"), "load_folder", read)
+    monkeypatch.setattr("clearway.device.capped", capped)
+    monkeypatch.setattr("clearway.device.release_memory", lambda device: None)
+    monkeypatch.setattr("clearway.models.build.release_memory", lambda device: None)
+
+
 def test_what_does_not_fit_the_device_at_once_stays_on_the_host(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,10 +191,7 @@ def test_what_does_not_fit_the_device_at_once_stays_on_the_host(
         limits.append(limit)
         yield
 
-    monkeypatch.setattr(module, "load_folder", read)
-    monkeypatch.setattr("clearway.device.capped", capped)
-    monkeypatch.setattr("clearway.device.release_memory", lambda device: None)
-    monkeypatch.setattr("clearway.models.build.release_memory", lambda device: None)
+    stand_in(monkeypatch, read, capped)
     model = load(folders["sd1"], device=card, precision=Precision(), memory_limit_bytes=2**30)
     assert tried == ["cuda:0", "cpu"] and limits == [2**30] * 2  # of self-tests and of reading
     assert model.device == card and model.memory_limit_bytes == 2**30
@@ -218,10 +223,7 @@ def test_what_does_not_fit_beside_self_tests_is_read_again_after_them(
         done.append(limit)
         yield
 
-    monkeypatch.setattr(module, "load_folder", read)
-    monkeypatch.setattr("clearway.device.capped", capped)
-    monkeypatch.setattr("clearway.device.release_memory", lambda device: None)
-    monkeypatch.setattr("clearway.models.build.release_memory", lambda device: None)
+    stand_in(monkeypatch, read, capped)
     monkeypatch.setattr(verdicts, "prepare", lambda *given: done.append("begin") or 1)
     monkeypatch.setattr(verdicts, "claimed_bytes", lambda device: claim)
     monkeypatch.setattr(verdicts, "settle", lambda kind: done.append(f"settle {kind}"))
