@@ -117,7 +117,6 @@ class Attributes:
         adapter = any(name in held for name in _ADAPTERS[:2])
         names = names * 2 if len(names) == 1 else names  # of two names a tuple is read
         were: list[Any] = []
-        were = []
         for name in names:
             value = held[name]
             if adapter and name in _WHICH:

@@ -9,7 +9,6 @@ run computes is thrown away.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from clearway.ops import state
+from clearway.ops._allowance import cores
 from clearway.ops._described import Described
 
 MOST = 16  # threads
@@ -66,8 +66,7 @@ class Gathering:
 
     def __init__(self, threads: int | None = None, calls: Calls | None = None) -> None:
         self.calls = calls
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = ThreadPoolExecutor(threads or max(min(cores, MOST), 2), "clearway-build")
+        self._threads = ThreadPoolExecutor(threads or max(min(cores(), MOST), 2), "clearway-build")
         self._seen: set[Any] = set()
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else None
 

@@ -100,8 +100,9 @@ def plan(batch: int, channels: int, outputs: int, height: int, width: int, there
 
 def _sides(rows: int) -> list[tuple[int, int]]:
     """(height, width) of tiles of so many pixels, in order of preference. All are as quick where they leave
-    as little empty (NVIDIA H200, fp16, 2026-11-30: within 0.4 % at 2x320@128x128, 2x640@64x64 and three
-    more), so images of many sizes share the first one and the kernel built for it."""
+    as little empty (NVIDIA H200, fp16, 2026-11-30: single replays within 1 % at five sizes,
+    bench/results/nvidia-h200/candidates.jsonl), so images of many sizes share the first one and the kernel
+    built for it."""
     return [(rows // wide, wide) for wide in (16, 32, 8, 64, 128, 4) if wide <= rows]
 
 
