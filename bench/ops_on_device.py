@@ -25,7 +25,7 @@ import torch
 from clearway import device
 from clearway.measure.provenance import provenance as measured
 from clearway.ops import discover, selftest
-from clearway.ops._implementation import Case, Implementation, refused
+from clearway.ops._implementation import Case, Implementation, refused, tensors
 from clearway.ops.contract import OPS, Op
 
 SWEEP_BYTES = 2**28  # more than any cache holds
@@ -129,7 +129,7 @@ def time_cases(run: Run, op: Op, problems: dict[str, str], against_compiled: boo
 
 def verdict(op: Op, implementation: Implementation, args: Case) -> bool | str:
     """True, what is wrong, or that the case is too large to check."""
-    elements = sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
+    elements = sum(one.numel() for one in tensors(args))
     large = elements > CHECKED_ELEMENTS or (op.flops is not None and op.flops(*args) > CHECKED_FLOPS)
     if implementation is op.reference or large:
         return "not checked"

@@ -41,7 +41,7 @@ def launches(every: bool) -> list[Launch]:
             ]
         for case, given in cases:
             for dtype in selftest.DTYPES if every else (torch.float16,):
-                args = tuple(arg.to(dtype) if isinstance(arg, torch.Tensor) else arg for arg in given)
+                args = selftest._on(given, "meta", dtype)
                 recorded.clear()
                 if refused(named(op, implementation), args) is not None:
                     continue

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 MUTANTS = (
+    ("grouped_linear", "tl.load(tile + 1) * rows", "tl.load(tile + 1)"),
+    ("grouped_linear", "n = first + tl.arange", "n = tl.arange"),
+    ("grouped_linear", "tl.dot(a, b, total,", "tl.dot(a, b, 0 * total,"),
+    ("grouped_linear", "% blocks * BLOCK_M", "* BLOCK_M"),
+    ("grouped_linear", "[:, None] * x_row", "[:, None] * WIDTH"),
     ("geglu", "h_row + width + c", "h_row + c"),
     ("geglu", "live = c < width", "live = c < width - 1"),
     ("geglu", "row * h_row + c", "row * width + c"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearway.ops import discover, selftest
-from clearway.ops._implementation import Case, Implementation, refused
+from clearway.ops._implementation import Case, Implementation, refused, tensors
 from clearway.ops.contract import OPS, Op
 
 discover()
@@ -30,6 +30,9 @@ def with_implementation(name: str) -> list[str]:
 TRITON_TOO = (("attention", "gemm"), ("attention", "tiled"))
 """Implementations of other names that launch Triton kernels; they may refuse some small cases."""
 
+PRODUCTS = ("grouped_linear",)
+"""Ops whose "triton" has matrix products, which the interpreter gets wrong in bfloat16."""
+
 GLUON = (("convolution", "gluon"), ("geglu_linear", "gluon"), ("upsample_conv", "gluon"))
 """Those in Gluon, for Hopper alone: compiled, never interpreted."""
 
@@ -44,11 +47,6 @@ def in_dtype(args: Case, dtype: torch.dtype) -> Case:
     return selftest._on(args, "cpu", dtype)
 
 
-def tensors(args: Case) -> list[Tensor]:
-    """The tensors among the arguments."""
-    return [arg for arg in args if isinstance(arg, Tensor)]
-
-
 def outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What an op gives, as a tuple."""
     return out if isinstance(out, tuple) else (out,)
@@ -58,6 +56,7 @@ __all__ = [
     "GLUON",
     "NAMES",
     "OPS",
+    "PRODUCTS",
     "TRITON_TOO",
     "in_dtype",
     "named",

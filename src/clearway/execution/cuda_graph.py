@@ -208,11 +208,14 @@ class CudaGraph:
         def warm() -> Any:
             nonlocal plainly
             if next(turns) == 0:  # kernels are built at once, not one by one
-                with within(Frame(tuple(lasting))):
-                    ahead.build(run, calls=calls)
+                with within(Frame(tuple(lasting))) as first:
+                    ahead.build(lambda: (run(), first.gather()), calls=calls)
                 return None
             plainly = True
-            return run()
+            output = run()
+            plainly = False
+            frame.gather()
+            return output
 
         reason: str | None
         with budget.sampled(Device(device.type, device.index), limit) as sample, within(frame):

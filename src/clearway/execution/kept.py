@@ -21,10 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearway.execution import together
+from clearway.execution.together import Together
 from clearway.ops import ahead
 
 Values = tuple[Tensor, ...]
 Sign = tuple[Any, ...]
+_State = tuple[int, Sign]
+"""How often an owner forgot, and what tells weights apart."""
 
 
 def version(tensor: Tensor) -> int | None:
@@ -70,17 +74,23 @@ class Kept:
         self.forgotten += 1
 
     def get(
-        self, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values], promised: bool = False
+        self,
+        source: Tensor,
+        weights: Sequence[Tensor],
+        compute: Callable[[], Values],
+        promised: bool = False,
+        products: bool = False,
     ) -> Values:
         """compute(), or what it gave before for this source and these weights.
 
         `compute` reads `source` and `weights` alone. `promised`: nobody changes in place what has no version.
+        `products`: it gives source weight^T for each weight, so others may compute that for it.
         """
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(source.device.type):
             return compute()
         frame = _frame.get()
         if frame is not None:
-            return frame.get(self, source, weights, compute)
+            return frame.get(self, source, weights, compute, products)
         if source.is_cuda and torch.cuda.is_current_stream_capturing():
             return compute()  # somebody else's graph: what it reads must be made in it
         if not promised and not _tracked((source, *weights)):
@@ -133,13 +143,19 @@ def _alike(one: Values, other: Values) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Held:
+    """One value of a frame; `of` is the state that it was made in."""
+
     owner: Kept
-    forgotten: int
     weights: tuple[Tensor, ...]
-    sign: Sign
+    of: _State
     compute: Callable[[], Values]
     values: Values
     shared: _Shared | None = None
+    products: bool = False
+
+    def state(self) -> _State:
+        """What of its owner and its weights, as they are, would have it made anew if it were another."""
+        return self.owner.forgotten, _sign(self.weights)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,19 +163,42 @@ class Frame:
     """The values that one captured graph reads, in buffers of its own outside of it.
 
     `sources` are the graph's static inputs. What is computed from one of them during warm-up is held here and
-    left out of the graph; `refresh` makes it anew, into the same buffers, when an input has changed.
+    left out of the graph; `refresh` makes it anew, into the same buffers, when an input has changed. Products
+    of one input are made by one op once they were gathered, which is between warm-up and capture.
     """
 
     sources: tuple[Tensor, ...]
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _together: list[Together] = field(default_factory=list)
     _settled: _Settled | None = None
 
     def get(
-        self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
+        self,
+        owner: Kept,
+        source: Tensor,
+        weights: Sequence[Tensor],
+        compute: Callable[[], Values],
+        products: bool = False,
     ) -> Values:
         if not any(source is one for one in self.sources):
             return compute()  # made within the graph, so what reads it is too
-        return self._held(owner, source, weights, compute)
+        return self._held(owner, source, weights, compute, products)
+
+    def gather(self) -> int:
+        """Gives products of one input memory together, and makes them there; how many groups that makes."""
+        for source in self.sources:
+            alike = [
+                (key, held.weights, held.values)
+                for key, held in self.held.items()
+                if held.products and key[1] == id(source)
+            ]
+            made, parts = together.groups(source, alike)
+            for key, values in parts.items():
+                self.held[key].values = values
+            for group in made:
+                group.make()
+            self._together += made
+        return len(self._together)
 
     def fixed(self, owner: Kept, weights: Sequence[Tensor], compute: Callable[[], Values]) -> Values:
         """As `get`, of weights alone, which lie outside of the graph. Where nothing is held of an input, it
@@ -176,7 +215,12 @@ class Frame:
         return {source for _, source in self.held if source in inputs}
 
     def _held(
-        self, owner: Kept, source: Tensor, weights: Sequence[Tensor], compute: Callable[[], Values]
+        self,
+        owner: Kept,
+        source: Tensor,
+        weights: Sequence[Tensor],
+        compute: Callable[[], Values],
+        products: bool = False,
     ) -> Values:
         key = (id(owner), id(source))
         found = self.held.get(key)
@@ -189,44 +233,48 @@ class Frame:
             else:
                 shared = owner.shared(weights, values)
                 values = shared.values
-            sign = _sign(weights)
-            found = _Held(owner, owner.forgotten, tuple(weights), sign, compute, values, shared)
+            state = owner.forgotten, _sign(weights)
+            found = _Held(owner, tuple(weights), state, compute, values, shared, products)
             self.held[key] = found
             self._settled = None
         return found.values
 
     def refresh(self, changed: Sequence[Tensor] = ()) -> int:
         """Recomputes what is held for `changed` inputs, other weights, or what was forgotten; how many."""
-        touched = set(map(id, changed))
-        if self._settled is not None and self._settled.sources.isdisjoint(touched) and self._settled.holds():
+        touched, inputs = set(map(id, changed)), self._of_inputs()
+        settled = self._settled is not None and self._settled.holds()
+        if settled and inputs.isdisjoint(touched):
             return 0
-        inputs = self._of_inputs()
-        now = [(_sign(one.weights), one.owner.forgotten) for one in self.held.values()]
-        anew = {
-            key
-            for (key, held), sign in zip(self.held.items(), now, strict=True)
-            if key[1] in touched or sign != (held.sign, held.forgotten)
-        }
-        renewed, count = any(source in inputs for _, source in anew), 0
-        for (key, held), (sign, forgotten) in zip(self.held.items(), now, strict=True):
-            if key in anew or (renewed and key[1] not in inputs):
-                for buffer, value in zip(held.values, held.compute(), strict=True):
-                    buffer.copy_(value)
-                held.sign, held.forgotten = sign, forgotten
-                count += 1
-        self._settled = _Settled(self.held)
-        return count
+        anew, now = {key for key in self.held if key[1] in touched}, dict[tuple[int, int], _State]()
+        if not settled:
+            now = {key: held.state() for key, held in self.held.items()}
+            anew |= {key for key, state in now.items() if state != self.held[key].of}
+        if any(source in inputs for _, source in anew):  # with what is made of a prompt, what is of weights
+            anew |= {key for key in self.held if key[1] not in inputs}
+        left = set(anew)
+        for group in self._together:
+            if not left.isdisjoint(group.keys):  # all of it: a product's bits do not tell how it was made
+                group.make()
+                left.difference_update(group.keys)
+        for key in [key for key in self.held if key in left]:
+            held = self.held[key]
+            for buffer, value in zip(held.values, held.compute(), strict=True):
+                buffer.copy_(value)
+        if not settled:
+            for key, state in now.items():
+                self.held[key].of = state
+            self._settled = _Settled(self.held)
+        return len(anew)
 
 
 class _Settled:
     """All that a frame holds as it was last made, to be compared in C's loops: at each replay."""
 
     def __init__(self, held: dict[tuple[int, int], _Held]) -> None:
-        self.sources = {source for _, source in held}
         self._owners = [one.owner for one in held.values()]
-        self._forgotten = [one.forgotten for one in held.values()]
+        self._forgotten = [one.of[0] for one in held.values()]
         self._weights = [weight for one in held.values() for weight in one.weights]
-        signs = [sign for one in held.values() for sign in one.sign]
+        signs = [sign for one in held.values() for sign in one.of[1]]
         self._addresses, self._dtypes = [sign[2] for sign in signs], [sign[3] for sign in signs]
         counted = [(weight, sign[1]) for weight, sign in zip(self._weights, signs, strict=True)]
         self._counted = [weight for weight, version in counted if version is not None]
@@ -253,11 +301,11 @@ _frame: ContextVar[Frame | None] = ContextVar("clearway_frame", default=None)
 
 
 @contextmanager
-def within(frame: Frame) -> Iterator[None]:
-    """Within it values are held by `frame` instead of being kept by source."""
+def within(frame: Frame) -> Iterator[Frame]:
+    """Within it values are held by `frame`, which it gives, instead of being kept by source."""
     token = _frame.set(frame)
     try:
-        yield
+        yield frame
     finally:
         _frame.reset(token)
 

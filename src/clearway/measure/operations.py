@@ -21,7 +21,7 @@ from clearway.measure.provenance import provenance
 from clearway.measure.quality import compare_tensors
 from clearway.measure.record import Record
 from clearway.ops import discover, selftest
-from clearway.ops._implementation import Case, Implementation, refused
+from clearway.ops._implementation import Case, Implementation, changed, refused, tensors
 
 if TYPE_CHECKING:
     from clearway.measure.scenario import Scenario
@@ -92,7 +92,7 @@ def _cases(device: Device, named: str, left_out: list[str]) -> Iterator[tuple[Op
             with torch.device("meta"):
                 shapes = selftest._on(selftest.made(op, given), "meta", dtype(named))
             flops = op.flops(*shapes) if op.flops else 0
-            elements = max((arg.numel() for arg in shapes if isinstance(arg, torch.Tensor)), default=0)
+            elements = max((one.numel() for one in tensors(shapes)), default=0)
             if device.kind == "cpu" and (flops > CPU_FLOPS or elements > CPU_ELEMENTS):
                 left_out.append(f"{op.name}, {name}: too much for a CPU")
                 continue
@@ -112,7 +112,7 @@ def _time(
     """Times one case's implementations in turns and adds what was found."""
     able = {one.name: one for one in _able(op, device, args)}
     with torch.inference_mode():
-        exact = _first(op.exact(*(_as_float(arg) for arg in args)))
+        exact = _first(op.exact(*(changed(arg, _as_float) for arg in args)))
         arms = {name: (lambda round, one=one: one.run(*args)) for name, one in able.items()}
         errors: dict[str, dict[str, Any]] = {}
         for name, one in able.items():
@@ -152,8 +152,8 @@ def _able(op: Op, device: Device, args: Case) -> list[Implementation]:
     ]
 
 
-def _as_float(arg: Any) -> Any:
-    return arg.float() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+def _as_float(one: torch.Tensor) -> torch.Tensor:
+    return one.float() if one.is_floating_point() else one
 
 
 def _first(out: Any) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _repeats(op: Op, name: str, args: tuple[Any, ...], timer: Timer) -> int:
 
 def _sign(arg: Any) -> Any:
     if isinstance(arg, list):
-        return ("list", tuple(arg))
+        return ("list", tuple(map(_sign, arg)))
     if not isinstance(arg, Tensor):
         return arg
     return ("tensor", tuple(arg.shape), arg.stride(), arg.dtype)
@@ -151,7 +151,7 @@ def _sign(arg: Any) -> Any:
 def _made(sign: Any, device: str, generator: torch.Generator) -> Any:
     """A tensor of the signature with normal data; other arguments as they were."""
     if isinstance(sign, tuple) and sign[:1] == ("list",):
-        return list(sign[1])
+        return [_made(one, device, generator) for one in sign[1]]
     if not (isinstance(sign, tuple) and sign[:1] == ("tensor",)):
         return sign
     _, shape, stride, dtype = sign

@@ -99,7 +99,8 @@ class Processor:
         if self.kept is None or not (ordinary(attn.to_k) and ordinary(attn.to_v)):
             return attn.to_q(x), *compute()
         weights = [*attn.to_k.parameters(), *attn.to_v.parameters()]
-        k, v = self.kept.get(context, weights, compute, self.promised)
+        products = attn.to_k.bias is None and attn.to_v.bias is None
+        k, v = self.kept.get(context, weights, compute, self.promised, products)
         return attn.to_q(x), k, v
 
     def _packed(self, attn: Any) -> tuple[Tensor, Tensor | None]:

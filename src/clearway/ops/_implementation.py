@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,24 @@ class Decision:
     reason: str
 
 
+def tensors(args: Case) -> Iterator[Tensor]:
+    """The tensors among the arguments, those in lists too."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list):
+            yield from (one for one in arg if isinstance(one, Tensor))
+
+
+def changed(arg: Any, change: Callable[[Tensor], Any]) -> Any:
+    """An argument with `change` applied to what tensors there are in it."""
+    if isinstance(arg, list):
+        return [changed(one, change) for one in arg]
+    return change(arg) if isinstance(arg, Tensor) else arg
+
+
 def needs_gradient(args: Case) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(args))
 
 
 def refused(implementation: Implementation, args: Case) -> str | None:
@@ -93,16 +109,15 @@ def refused(implementation: Implementation, args: Case) -> str | None:
             return "torch.autocast is at work, which chooses dtypes operation by operation"
         device = args[0].device
         gradient = torch.is_grad_enabled() and not implementation.differentiable
-        for arg in args:
-            if isinstance(arg, Tensor):
-                if type(arg) not in _PLAIN:
-                    return f"{type(arg).__name__} is a tensor class of its own"
-                if gradient and arg.requires_grad:
-                    return "a gradient is needed and it gives none"
-                if arg.device != device:
-                    return f"the arguments lie on {device} and {arg.device}"
-                if not arg.numel():
-                    return "an argument is empty"
+        for tensor in tensors(args):
+            if type(tensor) not in _PLAIN:
+                return f"{type(tensor).__name__} is a tensor class of its own"
+            if gradient and tensor.requires_grad:
+                return "a gradient is needed and it gives none"
+            if tensor.device != device:
+                return f"the arguments lie on {device} and {tensor.device}"
+            if not tensor.numel():
+                return "an argument is empty"
     return implementation.refuse(*args)
 
 
@@ -121,13 +136,13 @@ def over_budget(implementation: Implementation, args: Case, device: torch.device
 
 def laid_out(out: Any, reference: Callable[..., Any], args: Case) -> Any:
     """`out` with the strides that torch.compile was promised: stock implementations choose their own."""
-    signs = ((arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else repr(arg) for arg in args)
-    key = (reference, *signs)
+    signs = (changed(arg, lambda one: (one.shape, one.stride(), one.dtype)) for arg in args)
+    key = (reference, *map(repr, signs))
     promised = _promised.get(key)
     if promised is None:
         if len(_promised) >= 1024:
             _promised.clear()
-        promised = _promised[key] = reference(*(_meta(arg) for arg in args))
+        promised = _promised[key] = reference(*(changed(arg, _meta) for arg in args))
     if isinstance(out, tuple):
         return tuple(_strided(one, like) for one, like in zip(out, promised, strict=True))
     return _strided(out, promised)
@@ -136,10 +151,8 @@ def laid_out(out: Any, reference: Callable[..., Any], args: Case) -> Any:
 _promised: dict[tuple[Any, ...], Any] = {}
 
 
-def _meta(arg: Any) -> Any:
-    if not isinstance(arg, Tensor):
-        return arg
-    return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _strided(out: Tensor, like: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from clearway.ops._implementation import (
     needs_gradient,
     over_budget,
     refused,
+    tensors,
 )
 
 __all__ = [
@@ -258,9 +259,8 @@ class Op:
         tuned, default = state.tuned(self.name, kind), self.defaults.get(kind)
         if not tuned and default is None:
             return None
-        for arg in args:
-            if isinstance(arg, Tensor) and not arg.numel():
-                return REFERENCE
+        if not all(tensor.numel() for tensor in tensors(args)):
+            return REFERENCE
         if tuned:
             found = tuned.get(f"{args[0].dtype}|{self.size_class(*args)}")
             if found is not None:

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from clearway import device
 from clearway.ops import ahead, contract, state
-from clearway.ops._implementation import Case, Given, Implementation, refused, same_layout
+from clearway.ops._implementation import (
+    Case,
+    Given,
+    Implementation,
+    changed,
+    refused,
+    same_layout,
+    tensors,
+)
 from clearway.ops.contract import OPS, Op
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -141,7 +149,7 @@ def _distance(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[bool, int]
 
 
 def _is_small(op: Op, args: Case) -> bool:
-    elements = sum(arg.numel() for arg in args if isinstance(arg, Tensor))
+    elements = sum(tensor.numel() for tensor in tensors(args))
     return elements <= SMALL_ELEMENTS and (op.flops is None or op.flops(*args) <= SMALL_FLOPS)
 
 
@@ -159,7 +167,7 @@ def problem(
 
 
 def _problem(op: Op, implementation: Implementation, args: Case, routed: bool, large: bool) -> str:
-    before = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    before = [tensor.clone() for tensor in tensors(args)]
     where = "cuda" if large and args[0].is_cuda else "cpu"
     yardstick = op.exact if large else op.reference.run
     exact = tuple(one.cpu() for one in _outputs(yardstick(*_on(args, where, torch.float64))))
@@ -173,8 +181,8 @@ def _problem(op: Op, implementation: Implementation, args: Case, routed: bool, l
         if device.is_out_of_memory(error):
             raise
         return f"it raised {type(error).__name__}: {str(error).strip() or 'no message'}"
-    for old, new in zip(before, args, strict=True):
-        if isinstance(old, Tensor) and not torch.equal(_bits(old), _bits(new)):
+    for old, new in zip(before, tensors(args), strict=True):
+        if not torch.equal(_bits(old), _bits(new)):
             return "it changed its inputs"
     out = _outputs(raw)
     if len(out) != len(layout):
@@ -205,7 +213,7 @@ def _eager(op: Op, args: Case, exact: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What plain PyTorch on the CPU gives in the arguments' own dtype; exact values rounded where it
     cannot."""
     try:
-        return _outputs(op.reference.run(*(_to(arg, "cpu", None) for arg in args)))
+        return _outputs(op.reference.run(*_on(args, "cpu", None)))
     except RuntimeError:
         dtype = args[0].dtype
         return tuple(one.to(dtype) if one.is_floating_point() else one for one in exact)
@@ -321,7 +329,7 @@ def _poisoned(layout: tuple[Tensor, ...]) -> Iterator[None]:
 
 def _on(args: Case, kind: str, dtype: torch.dtype | None) -> Case:
     """The arguments on a device in a dtype."""
-    return tuple(_to(arg, kind, dtype) for arg in args)
+    return tuple(changed(arg, lambda one: _to(one, kind, dtype)) for arg in args)
 
 
 def _placed(args: Case, kind: str) -> Case:
@@ -332,14 +340,12 @@ def _placed(args: Case, kind: str) -> Case:
         return _on(args, "meta", None)
 
 
-def _to(arg: Any, kind: str, dtype: torch.dtype | None) -> Any:
+def _to(one: Tensor, kind: str, dtype: torch.dtype | None) -> Tensor:
     """A tensor on a device in a dtype with its very strides, gaps and broadcast axes included."""
-    if not isinstance(arg, Tensor):
-        return arg
-    wanted = dtype if dtype is not None and arg.is_floating_point() else arg.dtype
-    storage = arg.untyped_storage()
-    whole = torch.empty(0, dtype=arg.dtype, device=arg.device).set_(storage).to(kind, wanted)
-    return whole.as_strided(arg.shape, arg.stride(), arg.storage_offset())
+    wanted = dtype if dtype is not None and one.is_floating_point() else one.dtype
+    storage = one.untyped_storage()
+    whole = torch.empty(0, dtype=one.dtype, device=one.device).set_(storage).to(kind, wanted)
+    return whole.as_strided(one.shape, one.stride(), one.storage_offset())
 
 
 def load(module: str, source: str) -> None:
