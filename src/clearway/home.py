@@ -70,6 +70,14 @@ def read_json(*parts: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def names(*parts: str) -> list[str]:
+    """What lies in the folder at `parts`, in order; nothing where there is none."""
+    try:
+        return sorted(os.listdir(path(*parts)))
+    except OSError:
+        return []
+
+
 def write_json(value: dict[str, Any], *parts: str) -> bool:
     """Stores `value` at `parts` in one move; False where the disk does not allow it (go on without)."""
     return _stored(value, path(*parts), os.replace)

@@ -53,7 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """What kernels were built for, on a CPU that passes for CUDA."""
     seen: list[Callable[[], Any]] = []
     monkeypatch.setattr(eager, "takes_kernels", lambda tensor: True)
-    monkeypatch.setattr(eager.ahead, "build", lambda run, calls: seen.append(run))
+    monkeypatch.setattr(eager.ahead, "build", lambda run, calls, known: seen.append(run))
     monkeypatch.setattr(eager.torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
@@ -84,7 +84,7 @@ def test_nothing_is_built_where_a_call_more_would_be_noticed(runs: list[Callable
 
 
 def test_off_cuda_kernels_are_built_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager.ahead, "build", lambda run, calls: pytest.fail("there are none"))
+    monkeypatch.setattr(eager.ahead, "build", lambda run, calls, known: pytest.fail("there are none"))
     with torch.no_grad():
         executor("eager", Scaled(), "unet")(torch.ones(1))
 

@@ -184,6 +184,93 @@ def test_nothing_is_begun_where_it_is_off_or_of_no_use(
     assert not given
 
 
+class _Process:
+    """In place of a worker's process."""
+
+    ended = 0
+
+    def close(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def started(given: list[Job], monkeypatch: pytest.MonkeyPatch) -> list[_Process]:
+    """The processes that were started, on such a machine."""
+    made: list[_Process] = []
+
+    def start(*args: Any) -> _Process:
+        made.append(_Process())
+        return made[-1]
+
+    monkeypatch.setattr(other_sizes, "Worker", start)
+    monkeypatch.setattr(other_sizes, "_spare", [])
+    monkeypatch.setattr(other_sizes, "_expected", False)
+    monkeypatch.setattr(other_sizes, "SPARE_S", 3600.0)
+    return made
+
+
+def test_the_process_is_started_once_before_it_is_wanted_and_taken_then(started: list[_Process]) -> None:
+    assert [other_sizes.expect(kind) for kind in ("cpu", "mps", "cuda", "cuda")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert len(started) == 1
+    assert other_sizes._worker() is started[0]
+    assert other_sizes._worker() is started[1]
+    other_sizes.dismiss()
+    assert [one.ended for one in started] == [0, 0]
+
+
+def test_none_is_started_where_something_was_built_before(started: list[_Process]) -> None:
+    other_sizes.begin([_input(128, 128)], _calls((2, 4096, 640)))
+    assert not other_sizes.expect("cuda")
+    assert not started
+
+
+def test_one_that_finds_nothing_to_do_is_ended(started: list[_Process]) -> None:
+    other_sizes.expect("cuda")
+    other_sizes.begin([torch.zeros(2, 77, 768)], _calls((2, 77, 768)))  # a text encoder says nothing of it
+    assert started[0].ended == 0
+    other_sizes._begun.clear()
+    for _ in range(2):
+        other_sizes.begin([_input(128, 128)], _calls((2, 4096, 640)))
+    assert started[0].ended == 1
+
+
+def test_none_is_started_where_it_is_off_or_cannot_be(
+    started: list[_Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setenv(other_sizes.VARIABLE, "0")
+        assert not other_sizes.expect("cuda")
+    with monkeypatch.context() as changed:
+        changed.setattr(other_sizes._triton, "absent", lambda: "triton is not installed")
+        assert not other_sizes.expect("cuda")
+
+    def fails(*args: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(other_sizes, "Worker", fails)
+    assert not other_sizes.expect("cuda")
+    assert not started
+
+
+def test_it_is_known_what_is_called_before_all_is_built() -> None:
+    x, calls, told = torch.zeros(2, 3, 8), ahead.Calls(), []
+    run = lambda: layer_norm.layer_norm(x, None, None, None, 1e-5)  # noqa: E731
+    ahead.build(run, calls=calls, known=lambda: told.append((len(calls), ahead.gathering())))
+    assert told == [(1, None)]
+
+    def fails() -> None:
+        run()
+        raise ValueError("of the values that it was given")
+
+    ahead.build(fails, known=lambda: told.append(()))
+    assert len(told) == 2
+
+
 def _job() -> dict[str, Any]:
     """What an H100's process would be told of one norm."""
     args = [shaped(2, 4096, 640), None, shaped(640), shaped(640), 1e-5]

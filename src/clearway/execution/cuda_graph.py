@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,7 +210,8 @@ class CudaGraph:
             nonlocal plainly
             if next(turns) == 0:  # kernels are built at once, not one by one
                 with within(Frame(tuple(lasting))) as first:
-                    ahead.build(lambda: (run(), first.gather()), calls=calls)
+                    begin = partial(other_sizes.begin, inputs, calls)
+                    ahead.build(lambda: (run(), first.gather()), calls=calls, known=begin)
                 return None
             plainly = True
             output = run()
@@ -240,7 +242,6 @@ class CudaGraph:
             machine.release_memory(Device(device.type, device.index))
         if reason is not None:
             return None, reason
-        other_sizes.begin(inputs, calls)
         unseen: list[Any] = [None] * len(inputs)
         return Graph(replay, output, inputs, frame, sample, routes, unseen, list(unseen)), None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,8 @@ class Eager:
             return
         calls = ahead.Calls()
         with within(Frame(())):
-            ahead.build(lambda: self.module(*args, **kwargs), calls=calls)
-        other_sizes.begin(tensors, calls)
+            begin = partial(other_sizes.begin, tensors, calls)
+            ahead.build(lambda: self.module(*args, **kwargs), calls=calls, known=begin)
 
 
 def takes_kernels(tensor: Tensor) -> bool:

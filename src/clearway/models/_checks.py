@@ -14,7 +14,7 @@ from clearway.models import chosen
 from clearway.models._mixed_choice import HALF
 from clearway.models._report import Report
 from clearway.models.model import Model
-from clearway.ops import verdicts
+from clearway.ops import other_sizes, verdicts
 from clearway.types import MIXED, Precision
 
 NAMES = {"group_norm": ("group_norm_silu",), "geglu": ("geglu", "geglu_linear"), "linear": ()}
@@ -37,6 +37,7 @@ def begin(label: str, part: nn.Module, report: Report, model: Model | None = Non
     )
     if not placed:
         return 0
+    other_sizes.expect(weight.device.type if model is None else model.device.kind)
     if model is None:
         return verdicts.prepare(placed, weight.device.type, weight.dtype, likes(part))
     mixed = model.precision.vae == MIXED and part is model.vae
@@ -51,6 +52,7 @@ def begin_loading(device: Device, precision: Precision, limit_bytes: int | None 
     if not wanted or device.kind == "cpu":
         return 0
     ops.discover()
+    other_sizes.expect(device.kind)
     halves = _halves(device) if precision.vae == MIXED else ()
     named = map(machine.dtype, (precision.unet, precision.vae_weights))
     with machine.capped(device, limit_bytes):

@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 from clearway import ops
 from clearway.ops import ahead, attention_gemm, contract, other_sizes, selftest, state
+from clearway.ops._allowance import cores
 from clearway.ops._layout import image_format
 from clearway.ops.ahead import Shaped
 from clearway.ops.contract import OPS, Op
 
-THREADS = 2
+THREADS = min(max(cores() // 4, 2), 4)
 INSTEAD = "geglu_linear"
 """Where its reference is taken, models take a product and then `geglu`."""
 

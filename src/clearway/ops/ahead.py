@@ -104,9 +104,15 @@ def gathering() -> Gathering | None:
     return _gathering.get()
 
 
-def build(run: Callable[[], Any], threads: int | None = None, calls: Calls | None = None) -> int:
+def build(
+    run: Callable[[], Any],
+    threads: int | None = None,
+    calls: Calls | None = None,
+    known: Callable[[], Any] = bool,
+) -> int:
     """Builds the kernels that `run()` launches on torch's current device, by calling it once with launches
-    left out; how many there were. `calls` takes down which ops were called with which arguments.
+    left out; how many there were. `calls` takes down which ops were called with which arguments; `known` is
+    called once they all are, before this waits for what is being built.
 
     `run` must not keep what it computes. An error that comes of the values it is given here is passed over;
     faults of the device, and want of memory, are not.
@@ -121,7 +127,10 @@ def build(run: Callable[[], Any], threads: int | None = None, calls: Calls | Non
         pass
     finally:
         _gathering.reset(token)
-        made.wait()
+        try:
+            known()
+        finally:
+            made.wait()
         _built, _seconds = _built + len(made), _seconds + time.monotonic() - began
     return len(made)
 

@@ -7,9 +7,10 @@ becomes one of the other size, and an op is asked which way it would take then. 
 its own (_on_paper.py) without a device, at the lowest priority, into Triton's cache on disk, where a picture
 of that size finds them.
 
-It begins after a capture, and holds no memory of a device. CLEARWAY_OTHER_SIZES=0 turns it off, as the
-command line does, whose processes end with what they were asked for. Nothing is begun without Triton, nor on
-ROCm.
+It begins when it is known what the first picture launches, beside the building of that, and holds no memory
+of a device. Where nothing was ever built so, its process is started when a model is read or accelerated: to
+start one takes seconds. CLEARWAY_OTHER_SIZES=0 turns it off, as the command line does, whose processes end
+with what they were asked for. Nothing is begun without Triton, nor on ROCm.
 """
 
 from __future__ import annotations
@@ -56,15 +57,64 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
+SPARE_S = 180.0
+"""How long a process that was started early waits for what to build."""
+
 _begun: set[str] = set()
 _lock = threading.Lock()
-_crew = Crew(lambda: Worker(ENVIRONMENT, COMMAND))
+_spare: list[Worker] = []
+_expected = False
+
+
+def _worker() -> Worker:
+    """The process that was started early, or one that is started now."""
+    with _lock:
+        return _spare.pop() if _spare else Worker(ENVIRONMENT, COMMAND)
+
+
+_crew = Crew(_worker)
+
+
+def expect(kind: str) -> bool:
+    """Starts the process that will be wanted soon, once, where a model comes to lie on a device of `kind` and
+    nothing is known to have been built before; whether it did."""
+    global _expected
+    if _off() or kind != "cuda" or torch.version.hip is not None or _triton.absent() is not None:
+        return False
+    with _lock:
+        if _expected:
+            return False
+        _expected = True
+        here = _folder()
+        if here is not None and any(home.read_json(FOLDER, name) == here for name in home.names(FOLDER)):
+            return False
+        try:
+            _spare.append(Worker(ENVIRONMENT, COMMAND))
+        except (OSError, ValueError, TypeError):  # no process can be had: nor later
+            return False
+    timer = threading.Timer(SPARE_S, dismiss)
+    timer.daemon = True
+    timer.start()
+    return True
+
+
+def dismiss() -> None:
+    """Ends a process that was started early and is not wanted."""
+    with _lock:
+        gone = list(_spare)
+        _spare.clear()
+    for worker in gone:
+        worker.close()
+
+
+def _off() -> bool:
+    return os.environ.get(VARIABLE) == "0" or state.trusted()
 
 
 def begin(inputs: Sequence[Tensor], calls: Calls) -> Job | None:
     """Begins to build what networks called with `inputs` will need at other sizes, from the `calls` of ops
     that they made; comes back at once. None where there is nothing to do, or it was begun before."""
-    if os.environ.get(VARIABLE) == "0" or not calls or state.trusted():
+    if _off() or not calls:
         return None
     first = next((one for one in inputs if one.dim() == 4), None)
     if first is None or not first.is_cuda or torch.version.hip is not None or _triton.absent() is not None:
@@ -76,9 +126,11 @@ def begin(inputs: Sequence[Tensor], calls: Calls) -> Job | None:
     job = _job(base, sizes, calls, first.get_device())
     name = f"{_digest(job, base, sizes)}.json"
     with _lock:
-        if name in _begun or home.read_json(FOLDER, name) == _folder():
-            return None
+        new = name not in _begun and home.read_json(FOLDER, name) != _folder()
         _begun.add(name)
+    if not new:
+        dismiss()
+        return None
     made = Job(job, SILENCE_S, then=lambda done: _ended(done, name))
     _crew.give(made, 1)
     return made
