@@ -72,7 +72,7 @@ PARTS = {
     ),
     3: (
         Step("sdxl-20-batch", PAIR, 120, 240, 6, 6, pictures=1, new_size=False),
-        Step("sdxl-20-batch-bf16", PAIR, 60, 160, 6, 6, pictures=1, new_size=False),
+        Step("sdxl-20-batch-bf16", ("clearway",), 60, 120, 4, 1, pictures=1, new_size=False),
         Step("sdxl-768x1344", WHOLE[:3], 60, 120),
         Step("sd15-batch-4", PAIR, 40, 80, pictures=1),
         Step("vae-512", PAIR, 20, 60, rounds=20, floor_rounds=20),
