@@ -40,7 +40,7 @@ WHOLE = ("clearway", "diffusers-clearway", "diffusers", "diffusers-compile")
 NETWORK = ("clearway", "diffusers", "diffusers-compile")
 PAIR = ("clearway", "diffusers")
 SPARE_S = 15.0  # of a part's limit: for writing down what there is
-NEW_SIZE_S = 60.0  # what takes longer to get ready is not made ready for another size
+NEW_SIZE_S = 30.0  # what takes longer to get ready is not made ready for another size
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from clearway import models
+from clearway import execution, models
 from clearway.device import Device
 from clearway.models import _checks, chosen
 from clearway.models._report import Report
@@ -121,9 +121,10 @@ def test_before_a_model_is_read_what_it_will_be_run_by_is_begun(
 def test_every_op_that_models_call_is_begun_by_some_name() -> None:
     """One that is not is waited for when it is first called: seconds of a first picture."""
     called = set()
-    for found in pkgutil.iter_modules(models.__path__, "clearway.models."):
-        if not found.ispkg:
-            held = vars(importlib.import_module(found.name)).values()
-            called |= {one.name for one in held if isinstance(one, Op)}
-    assert {"attention", "convolution", "geglu_linear", "rope"} <= called
+    for package in (models, execution):
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if not found.ispkg:
+                held = vars(importlib.import_module(found.name)).values()
+                called |= {one.name for one in held if isinstance(one, Op)}
+    assert {"attention", "convolution", "geglu_linear", "rope", "grouped_linear"} <= called
     assert called - set(_checks._ops(EVERY)) == {"linear"}

@@ -17,7 +17,12 @@ from clearway.models.model import Model
 from clearway.ops import other_sizes, verdicts
 from clearway.types import MIXED, Precision
 
-NAMES = {"group_norm": ("group_norm_silu",), "geglu": ("geglu", "geglu_linear"), "linear": ()}
+NAMES = {
+    "cross_kv": ("grouped_linear",),
+    "group_norm": ("group_norm_silu",),
+    "geglu": ("geglu", "geglu_linear"),
+    "linear": (),
+}
 """The ops behind what the report calls otherwise, or that run in its place; `linear` is PyTorch's own but
 where another is named, which is then tested when it is first asked for."""
 
