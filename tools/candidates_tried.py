@@ -337,7 +337,7 @@ ENTRIES = (
         ),
     ),
     Entry(
-        "A new prompt's keys and values, 64 small products, as a graph of their own",
+        "A new prompt's keys and values, 32 small products, as a graph of their own",
         "level",
         WHOLE,
         "What the device waits for there is other work of the host's; taken out again.",
@@ -347,6 +347,14 @@ ENTRIES = (
                 "keys and values one by one", ("keys and values by a graph",),
             ),
         ),
+    ),
+    Entry(
+        "bfloat16 in place of float16",
+        "not built",
+        CALLS,
+        "At the power limit its products take less energy, so less time. The dtype is the user's choice: it "
+        "rounds eight times as coarsely.",
+        cases("unet at the power limit", "float16", "bfloat16", "sdxl 128x128", "sdxl 128x128, 16 rows"),
     ),
     Entry(
         "The step, or the whole loop, as one graph",
@@ -371,6 +379,26 @@ ENTRIES = (
             *cases(
                 "attention gluon", "cudnn", "gluon",
                 "2x10x4096x4096x64", "2x8x4096x4096x40", "2x10x4032x4032x64",
+            ),
+        ),
+    ),
+    Entry(
+        "A prompt's keys and values by one grouped product in place of one product a layer",
+        "kept",
+        CALLS,
+        "The host took longer to launch them than the device to compute; at 16 rows cuBLAS's own are the "
+        "quicker ones, by less than launching them takes.",
+        (
+            *cases(
+                "keys and values of a prompt", "one by one", "grouped (64, 128, 64), 4 warps",
+                "SDXL, 140 products", "SD 1.5, 32 products", "SDXL, 16 rows",
+            ),
+            *(
+                Figure(
+                    f"first call of a prompt, {label}", "first UNet call of a prompt", case,
+                    "keys and values one by one", ("keys and values by one product",),
+                )
+                for label, case in (("SDXL", "sdxl 128x128"), ("SD 1.5", "sd15 64x64"))
             ),
         ),
     ),

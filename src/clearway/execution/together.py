@@ -1,6 +1,6 @@
 """Values held for a graph that are linear layers' products of one input, made by one call of an op.
 
-One by one a prompt's keys and values, 64 products in SD 1.x and 140 in SDXL, keep a device waiting for the
+One by one a prompt's keys and values, 32 products in SD 1.x and 140 in SDXL, keep a device waiting for the
 host before the first step of each picture. Together they lie in one piece of memory, of which each is a part.
 """
 

@@ -1,6 +1,6 @@
 """Linear layers of one input, all at once: y_i = x weight_i^T for each of a list of weights.
 
-What every cross-attention of a UNet reads of a prompt, its keys and values, are such products: 64 in SD 1.x,
+What every cross-attention of a UNet reads of a prompt, its keys and values, are such products: 32 in SD 1.x,
 140 in SDXL, of 77 tokens each. One by one they take longer to launch than to compute, and nothing else runs
 while they are made. Each program reads from a table where its part of a weight lies, so weights need not lie
 together. Source: torch.nn.functional.linear; grouped products as in CUTLASS's example 24 and cuBLAS's
