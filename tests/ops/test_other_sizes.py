@@ -272,13 +272,18 @@ def test_it_is_known_what_is_called_before_all_is_built() -> None:
 
 
 def _job() -> dict[str, Any]:
-    """What an H100's process would be told of one norm."""
-    args = [shaped(2, 4096, 640), None, shaped(640), shaped(640), 1e-5]
+    """What an H100's process would be told of a norm, whose kernel serves all sizes, and of attention, whose
+    last tile is full at the first size alone."""
+    norm = [shaped(2, 4096, 640), None, shaped(640), shaped(640), 1e-5]
+    heads = [shaped(2, 20, 1024, 64) for _ in range(3)]
     return {
         "base": BASE,
         "sizes": [TO, (112, 144)],
-        "calls": [["layer_norm", [other_sizes._told(arg) for arg in args]]],
-        "ready": {"layer_norm": ["triton"]},
+        "calls": [
+            [name, [other_sizes._told(arg) for arg in args]]
+            for name, args in (("layer_norm", norm), ("attention", [*heads, None, False, None]))
+        ],
+        "ready": {"layer_norm": ["triton"], "attention": ["tiled"]},
         "tuned": {},
         "named": {},
         "target": ["cuda", 90, 32],
@@ -301,6 +306,7 @@ def test_the_process_builds_into_tritons_cache_without_a_device(tmp_path: Path) 
     assert (first.end, second.end, first.failed()) == (None, None, False)
     assert [line.get("case") for line in first.lines] == [None, "104x152", "112x144"]
     assert len(built) == 1 and sorted(cache.glob("*/*.cubin")) == built
+    assert "attention" in built[0].with_suffix(".ttir").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are looked for as POSIX has them")

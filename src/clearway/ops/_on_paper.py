@@ -40,6 +40,11 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     tell({"started": True})
 
     def run() -> None:
+        made = ahead.gathering()
+        assert made is not None
+        made.known = True  # what was called is being built by the one who tells of it
+        launch(calls, base, base)
+        made.known = False
         for size in job["sizes"]:
             launch(calls, base, tuple(size))
             tell({"case": "x".join(map(str, size))})
@@ -49,9 +54,9 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def launch(calls: list[tuple[str, tuple[Any, ...]]], base: tuple[int, int], size: tuple[int, int]) -> None:
-    """Calls each op as it would be at another size, where it then takes a way of ours."""
+    """Calls each op as it would be at another size, or as it was at `base`, where it takes a way of ours."""
     for name, args in calls:
-        there = other_sizes.resized(name, args, base, size)
+        there = args if size == base else other_sizes.resized(name, args, base, size)
         if there is not None:
             with contextlib.suppress(Exception):  # what is wrong the picture itself will meet
                 _launch(OPS[name], tuple(tensor(arg) if isinstance(arg, Shaped) else arg for arg in there))

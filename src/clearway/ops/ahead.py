@@ -66,6 +66,8 @@ class Gathering:
 
     def __init__(self, threads: int | None = None, calls: Calls | None = None) -> None:
         self.calls = calls
+        self.known = False
+        """Whether somebody else builds what is added now: it is not built here, now or later."""
         self._threads = ThreadPoolExecutor(threads or max(min(cores(), MOST), 2), "clearway-build")
         self._seen: set[Any] = set()
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -81,6 +83,8 @@ class Gathering:
         if key in self._seen:
             return
         self._seen.add(key)
+        if self.known:
+            return
         with contextlib.suppress(Exception):  # why it cannot be built the launch itself will say
             jit = kernel.built()
             _ = jit.cache_key, jit.device_caches[self._index]  # made here, once: threads would make several
