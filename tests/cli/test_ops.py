@@ -10,7 +10,7 @@ import pytest
 
 from clearway import ops
 from clearway.cli.main import main
-from clearway.ops import state, verdicts
+from clearway.ops import _cpp, state, verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,8 @@ def test_check_runs_isolated_processes_and_writes_one_file(run, monkeypatch: pyt
 
     monkeypatch.setattr(verdicts, "isolated", isolated)
     code, out, err = run("ops", "check", "attention", "--device", "cpu", "--output", "one.json")
-    assert code == 3 and asked == [(name, "cpu", True) for name in ("sdpa", "streaming", "math")]
+    native = () if _cpp.absent() else ("native",)
+    assert code == 3 and asked == [(name, "cpu", True) for name in ("sdpa", *native, "streaming", "math")]
     assert "attention/streaming: 1 cases, failed: tiny float32: wrong" in err and "ON CPU" in out
     written = json.loads(Path("one.json").read_text())
     assert written["results"][0] == {
@@ -123,7 +124,10 @@ def test_check_of_what_is_there_for_real(run, monkeypatch: pytest.MonkeyPatch) -
     assert code == 0 and result["verdict"] == "sound" and len(result["cases"]) > 40
 
 
-def test_explain_gives_every_case_and_every_reason(run, no_process: None) -> None:
+def test_explain_gives_every_case_and_every_reason(
+    run, no_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(ops.discover()["attention"].defaults, "cpu")  # native, where this CPU prefers it
     code, out, _ = run("ops", "explain", "attention", "--json", "--device", "cpu")
     found = json.loads(out)
     cases = {entry["case"]: entry for entry in found["cases"]}

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearway.ops import (
+    _cpp,
     _metal,
     _metal_launch,
     _triton,
     attention_gemm,
+    attention_native,
     attention_streaming,
     attention_tiled,
     attention_torch,
@@ -160,6 +162,11 @@ def refusals() -> Iterator[tuple[str, str, Case]]:
     yield "gemm", "causal", inputs(1, 2, 8, 8, 40, is_causal=True)
     yield "gemm", "float64", (q.double(), k.double(), v.double(), *rest)
     yield "gemm", "keys", (q, k.repeat(1, 1, 4096, 1), v.repeat(1, 1, 4096, 1), *rest)
+    yield "native", "mask", (*plain[:5], mask)
+    yield "native", "causal", inputs(1, 2, 8, 8, 40, is_causal=True)
+    yield "native", "float64", (q.double(), k.double(), v.double(), *rest)
+    yield "native", "belong together", (q, k, v[:, :, :5], *rest)
+    yield "native", "heads of 264", inputs(1, 1, 8, 8, 264)
     yield "tiled", "mask", (*plain[:5], mask)
     yield "tiled", "causal", inputs(1, 2, 8, 8, 40, is_causal=True)
     yield "tiled", "float64", (q.double(), k.double(), v.double(), *rest)
@@ -284,6 +291,11 @@ def _prefer_on_cuda(q: Tensor, k: Tensor, *_: Any) -> str | None:
     return "cudnn" if min(q.shape[-2], keys) >= CUDA_CUDNN_TOKENS else None
 
 
+@attention.default("cpu")
+def _prefer_on_cpu(q: Tensor, k: Tensor, *_: Any) -> str | None:
+    return "native" if q.dtype == torch.float32 and attention_native.preferred(q, k) else None
+
+
 @attention.default("mps")
 def _prefer_on_mps(q: Tensor, *_: Any) -> str | None:
     wanted = q.dtype == MPS_DTYPE and q.shape[-2] >= MPS_QUERY_TOKENS
@@ -340,6 +352,13 @@ attention.implementation(
     refuse=attention_tiled.refuse,
     sources=("attention_tiled.py", "_triton.py"),
 )(attention_tiled.run)
+attention.implementation(
+    "native",
+    device="cpu",
+    absent=_cpp.absent,
+    refuse=attention_native.refuse,
+    sources=("attention_native.py", "attention.cpp", "_cpp.py"),
+)(attention_native.run)
 attention.implementation(
     "streaming",
     device="any",
