@@ -1,10 +1,10 @@
 """Recorded calls as an executor for the CPU: no modules, weights packed once, elementwise steps fused.
 
 At first sight of arguments the module is called while its ATen operations are recorded (`recorded`). What
-does nothing is left out (`rewrite`), what can be done in fewer passes is (`fusions`), layers get packed
-weights (`packed`), and the rest is one generated function (`generated`), which is called from then on. No
-compiler is needed. What depends on promised arguments alone (cross-attention's keys and values) is computed
-once for each.
+does nothing is left out (`rewrite`), attention is what the op routes to (`routed`), what can be done in fewer
+passes is (`fusions`), layers get packed weights (`packed`), and the rest is one generated function
+(`generated`), which is called from then on. No compiler is needed. What depends on promised arguments alone
+(cross-attention's keys and values) is computed once for each.
 
 A function is used as long as the module, its code, its settings and its weights are what they were. It must
 give, at first, what the module gave. What cannot be recorded runs eagerly, and the reason is kept.
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from clearway import device as machine
 from clearway.device import Device
 from clearway.errors import one_line
-from clearway.execution import fusions, generated, packed, recorded, rewrite, unchanged
+from clearway.execution import fusions, generated, packed, recorded, rewrite, routed, unchanged
 from clearway.execution.calls import Call, defaults, told
 from clearway.execution.capture import agrees
 from clearway.execution.fingerprint import Fingerprint
@@ -165,7 +165,7 @@ class Flat:
         output = _outside(output)
         numbers = [number for number, promise in enumerate(promised) if promise]
         try:
-            function = _made(program, numbers, self.pool.packs)
+            function = _made(program, numbers, self.pool.packs, routes)
             made = Recorded(function, sample, routes)
             found = made(call.tensors)
         except recorded.UnrecordableError as error:
@@ -252,8 +252,10 @@ class Functions(Bounded[Recorded]):
         self.packs = packed.Packs()
 
 
-def _made(program: recorded.Program, numbers: list[int], packs: packed.Packs) -> generated.Function:
-    program = rewrite.simplified(program)
+def _made(
+    program: recorded.Program, numbers: list[int], packs: packed.Packs, routes: dict[str, int]
+) -> generated.Function:
+    program = routed.routed(rewrite.simplified(program), routes)
     program = fusions.fused(program, generated.lasting_values(program, numbers))
     return generated.generated(packed.lowered(program, packs), numbers)
 
