@@ -67,7 +67,9 @@ def test_a_result_says_everything(sd1: Model) -> None:
     result = clearway.generate(change(count=2), sd1)
     assert result.images.shape == (2, 72, 64, 3) and result.images.dtype == np.uint8
     assert result.seeds == (7, 8)
-    assert result.routes == {"text_encoder/flat": 2, "unet/flat": 3, "vae/flat": 2}
+    parts = {name: count for name, count in result.routes.items() if name.endswith("/flat")}
+    assert parts == {"text_encoder/flat": 2, "unet/flat": 3, "vae/flat": 2}
+    assert result.routes.keys() - parts.keys() <= {"attention/native"}  # where this CPU prefers it
     assert set(result.timings_ms) == {"prompt", "text", "schedule", "noise", "sampling", "vae"}
     assert result.images.std() > 1
     assert "Seed: 8" in result.infotexts[1] and "Steps: 3, Sampler: Euler a" in result.infotexts[0]
