@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clearway.errors import UnavailableError
 from clearway.execution import flat, recorded, routed
 from clearway.ops import _cpp, attention_native, contract, state
 from clearway.ops.attention import attention
@@ -25,14 +26,14 @@ def _preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "verdict", lambda *given: None)
 
 
-def qkv(tokens: int = 70, seed: int = 0) -> list[Tensor]:
+def qkv(tokens: int = 70, seed: int = 0, size: int = 16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 3, tokens, 16, generator=generator) for _ in range(3)]
+    return [torch.randn(2, 3, tokens, size, generator=generator) for _ in range(3)]
 
 
-def steps(**options: Any) -> tuple[list[Any], dict[str, int]]:
+def steps(size: int = 16, **options: Any) -> tuple[list[Any], dict[str, int]]:
     routes: dict[str, int] = {}
-    given = qkv()
+    given = qkv(size=size)
     with torch.inference_mode():
         program, _ = recorded.record(lambda: F.scaled_dot_product_attention(*given, **options), given, [])
         made = routed.routed(program, routes)
@@ -78,8 +79,26 @@ def test_one_that_cannot_be_built_is_switched_off_and_said(
         assert attention.route(*qkv()).name == "sdpa"
     finally:
         state.forget()
-    with contract.use(attention="native"), pytest.raises(state.BuildError):
+    with contract.use(attention="native"), pytest.raises(UnavailableError, match="could not compile it"):
         steps()
+
+
+@pytest.mark.parametrize("name", ["native", "tiled", "gemm"])
+def test_a_step_that_the_named_one_does_not_take_stays(name: str) -> None:
+    """It was never the op's: a VAE's one head of 512."""
+    with contract.use(attention=name):
+        found, routes = steps(size=512)
+    assert len(found) == 1 and NATIVE not in found and not routes
+
+
+@needs_compiler
+def test_the_caller_s_default_device_decides_nothing() -> None:
+    given, routes = qkv(), dict[str, int]()
+    with torch.inference_mode():
+        program, _ = recorded.record(lambda: F.scaled_dot_product_attention(*given), given, [])
+    with torch.device("meta"):
+        routed.routed(program, routes)
+    assert routes == {routed.ROUTE: 1}
 
 
 class Block(nn.Module):

@@ -137,3 +137,12 @@ def test_what_fails_half_way_is_made_anew_the_next_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(together.Together, "make", make)
     assert frame.refresh() == 1
     assert_right(values, given)
+
+
+def test_what_is_gathered_again_stays_in_its_group() -> None:
+    given = Projections(16, [8, 8], 1, 7)
+    frame, values, count = gathered(given)
+    assert frame.gather() == count == 1
+    given.source.mul_(2)
+    frame.refresh([given.source])
+    assert_right(values, given)

@@ -95,6 +95,26 @@ def test_what_is_not_finite_stays_where_it_belongs(value: float, which: int) -> 
 
 
 @needs_compiler
+@pytest.mark.parametrize("value", [-math.inf, -3e38])
+@pytest.mark.parametrize("keys", [300, 1])
+def test_blocks_of_scores_that_are_minus_infinity_weigh_nothing(value: float, keys: int) -> None:
+    """Before there is a largest score, too; a row of them alone has no weights, as PyTorch says."""
+    q, k, v = normal(2, 2, 50, 16).abs() + 0.1, normal(2, 2, 500, 16, seed=1), normal(2, 2, 500, 8, seed=2)
+    for first, last in ((0, keys), (500 - keys, 500), (100, 100 + keys)):
+        other = k.clone()
+        other[:, :, first:last] = value
+        torch.testing.assert_close(run(q, other, v).double(), exact(q, other, v), rtol=0, atol=2e-6)
+    assert run(q, torch.full_like(k, -math.inf), v).isnan().all()
+
+
+@needs_compiler
+def test_a_weight_of_nothing_takes_nothing_of_a_huge_value() -> None:
+    q, k, v = torch.ones(1, 1, 9, 4), torch.zeros(1, 1, 200, 4), normal(1, 1, 200, 8)
+    k[:, :, ::2], v[:, :, ::2] = -1000.0, 1e38
+    torch.testing.assert_close(run(q, k, v).double(), exact(q, k, v), rtol=0, atol=2e-6)
+
+
+@needs_compiler
 def test_a_quiet_nan_of_any_payload_stays_one() -> None:
     odd = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     q, k, v = normal(1, 1, 8, 8), normal(1, 1, 8, 8, seed=1), normal(1, 1, 8, 8, seed=2)

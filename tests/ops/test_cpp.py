@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from clearway import home
-from clearway.ops import _cpp, state
+from clearway.ops import _cpp, attention_native, state
+from clearway.ops.attention import attention
 
 needs_compiler = pytest.mark.skipif(_cpp.absent() is not None, reason=f"not here: {_cpp.absent()}")
 
@@ -21,7 +23,7 @@ needs_compiler = pytest.mark.skipif(_cpp.absent() is not None, reason=f"not here
 def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CLEARWAY_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CXX", raising=False)
-    caches = _cpp.absent, _cpp.library
+    caches = _cpp.absent, _cpp.library, _cpp.compiler
     for cache in caches:
         cache.cache_clear()
     yield
@@ -71,13 +73,95 @@ def test_another_source_is_compiled_anew(
 
 @needs_compiler
 def test_a_damaged_library_is_replaced(compiled: list[str]) -> None:
+    """Cut short, or with a hole in it, it would end the process that loads it."""
     _cpp.library("attention")
-    kept()[0].write_bytes(b"no library")
+    whole = kept()[0].read_bytes()
+    for number, broken in enumerate(
+        (b"no library", whole[:12000], whole[:8192] + bytes(len(whole) - 8192), b"")
+    ):
+        path = kept()[0]
+        path.unlink()  # not the memory of the one that is loaded here
+        path.write_bytes(broken)
+        path.chmod(0o700)
+        _cpp.library.cache_clear()
+        assert _cpp.library("attention").attention
+        assert len(compiled) == number + 2 and kept() == [path] and path.read_bytes() == whole
+
+
+@needs_compiler
+def test_one_of_another_compiler_is_not_taken(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _cpp.library("attention")
+    before, hashed = _cpp.compiler(), attention_hash()
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\nexec {_cpp._compiler()[0]} "$@"\n')
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("CXX", f"{wrapper} -ffast-math")
     _cpp.library.cache_clear()
+    _cpp.compiler.cache_clear()
+    assert _cpp.compiler() != before and attention_hash() != hashed
+    _cpp.library("attention")
+    assert len(compiled) == len(kept()) == 2
+
+
+def attention_hash() -> str:
+    return next(one for one in attention.implementations if one.name == "native").source_hash()
+
+
+@needs_compiler
+def test_what_passes_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a self-test a compiler that was killed, or a full disk, is want of memory; to others no kernel."""
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(
+        "#!/bin/sh\necho 'fatal error: Killed signal terminated program cc1plus' >&2\nexit 1\n"
+    )
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("CXX", str(wrapper))
+    with pytest.raises(state.BuildError, match="Killed"):
+        _cpp.library("attention")
+    monkeypatch.setenv(state.INSIDE, "1")
+    with pytest.raises(MemoryError, match="Killed"):
+        _cpp.library("attention")
+    wrapper.write_text("#!/bin/sh\necho 'error: no such flag' >&2\nexit 1\n")
+    with pytest.raises(state.BuildError, match="no such flag"):
+        _cpp.library("attention")
+
+
+@needs_compiler
+def test_without_a_folder_for_temporary_files_it_is_a_build_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: object, **options: object) -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(_cpp.tempfile, "TemporaryDirectory", none)
+    with pytest.raises(state.BuildError, match="no folder to compile"):
+        _cpp.library("attention")
+
+
+@needs_compiler
+def test_where_nothing_may_be_run_from_the_temporary_folder_the_kept_one_is(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, tried = ctypes.CDLL, list[str]()
+
+    def refuse(name: str) -> ctypes.CDLL:
+        tried.append(name)
+        if "clearway-" in Path(name).parent.name:
+            raise OSError("failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(_cpp.ctypes, "CDLL", refuse)
     assert _cpp.library("attention").attention
-    _cpp.library.cache_clear()
-    _cpp.library("attention")
-    assert len(compiled) == 2
+    assert [Path(name) for name in tried] == kept()
+
+
+@needs_compiler
+def test_a_library_without_the_function_is_a_build_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cpp, "library", lambda stem: ctypes.CDLL(None))
+    attention_native._function.cache_clear()
+    with pytest.raises(state.BuildError, match="no function of its name"):
+        attention_native.ready()
+    attention_native._function.cache_clear()
 
 
 @needs_compiler
@@ -150,8 +234,9 @@ def test_a_compiler_is_named_by_cxx_or_found(monkeypatch: pytest.MonkeyPatch) ->
     assert _cpp._compiler() == ["/bin/c++"]
     monkeypatch.setenv("CXX", "ccache g++-12")
     assert _cpp._compiler() == ["ccache", "g++-12"]
-    monkeypatch.setenv("CXX", "none")
-    assert _cpp._compiler() == ["/bin/c++"]
+    for named in ("none", "g++ 'x", ""):
+        monkeypatch.setenv("CXX", named)
+        assert _cpp._compiler() == ["/bin/c++"]
     monkeypatch.setattr(_cpp.shutil, "which", lambda name: None)
     assert _cpp._compiler() is None
     with pytest.raises(state.BuildError, match="no C\\+\\+ compiler"):

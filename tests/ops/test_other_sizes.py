@@ -187,7 +187,10 @@ def test_nothing_is_begun_where_it_is_off_or_of_no_use(
 class _Process:
     """In place of a worker's process."""
 
-    ended = 0
+    ended, there = 0, True
+
+    def alive(self) -> bool:
+        return self.there
 
     def close(self) -> None:
         self.ended += 1
@@ -221,6 +224,13 @@ def test_the_process_is_started_once_before_it_is_wanted_and_taken_then(started:
     assert other_sizes._worker() is started[1]
     other_sizes.dismiss()
     assert [one.ended for one in started] == [0, 0]
+
+
+def test_one_that_died_meanwhile_is_replaced(started: list[_Process]) -> None:
+    other_sizes.expect("cuda")
+    started[0].there = False
+    assert other_sizes._worker() is started[1]
+    assert (started[0].ended, started[1].ended) == (1, 0)
 
 
 def test_none_is_started_where_something_was_built_before(started: list[_Process]) -> None:
@@ -269,6 +279,14 @@ def test_it_is_known_what_is_called_before_all_is_built() -> None:
 
     ahead.build(fails, known=lambda: told.append(()))
     assert len(told) == 2
+
+    def breaks() -> None:
+        raise RuntimeError("a fault of the device")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        ahead.build(breaks, known=lambda: told.append(()))
+    assert len(told) == 2
+    ahead.build(run, known=breaks)  # what somebody else begins is not worth the call
 
 
 def _job() -> dict[str, Any]:

@@ -186,11 +186,12 @@ class Frame:
 
     def gather(self) -> int:
         """Gives products of one input memory together, and makes them there; how many groups that makes."""
+        gathered = {key for group in self._together for key in group.keys}
         for source in self.sources:
             alike = [
                 (key, held.weights, held.values)
                 for key, held in self.held.items()
-                if held.products and key[1] == id(source)
+                if held.products and key[1] == id(source) and key not in gathered
             ]
             made, parts = together.groups(source, alike)
             for key, values in parts.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from clearway.errors import UnavailableError
 from clearway.execution.recorded import Program, Step, aten
 from clearway.ops import attention_native, contract, state
 from clearway.ops.attention import attention
@@ -42,14 +43,18 @@ def _native(step: Step) -> Step | None:
         return None
     scale: float | None = given["scale"]
     # on the CPU, unlike on "meta", memory that nobody touches costs nothing, and the op reads no values
-    chosen = attention.route(*(torch.empty(one.shape, dtype=one.dtype) for one in (q, k, v)), scale)
+    like = [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in (q, k, v)]
+    try:
+        chosen = attention.route(*like, scale)
+    except UnavailableError:  # one was named that does not take these: the step was never the op's
+        return None
     if chosen.name != "native":
         return None
     try:
         attention_native.ready()
     except state.BuildError as error:
         if contract.chosen_by_name().get(attention.name) == "native":
-            raise
+            raise UnavailableError(f"attention=native was asked for and {error}") from error
         state.disable(attention.name, "native", str(error), q.dtype)
         return None
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

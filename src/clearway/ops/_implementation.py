@@ -46,7 +46,8 @@ def always(*_: Any) -> bool:
 @dataclass(frozen=True, slots=True, eq=False)
 class Implementation:
     """One way to compute an op on devices of kind `device` ("any": all). `stock` ones are PyTorch itself,
-    which needs no self-test. `peak(*args)` is what it may hold at most in bytes beside its output where that
+    which needs no self-test. `made_by()` tells what builds it on this machine (a compiler) where a verdict
+    holds for that alone. `peak(*args)` is what it may hold at most in bytes beside its output where that
     is worth a budget, and `materialises(*args)` whether it really does."""
 
     op: str
@@ -60,10 +61,11 @@ class Implementation:
     peak: Callable[..., float] | None = None
     materialises: Callable[..., bool] = always
     sources: tuple[Path, ...] = ()
+    made_by: Callable[[], str] = str
 
     def source_hash(self) -> str:
-        """Changes whenever a file this implementation is made of does."""
-        digest = hashlib.sha256()
+        """Changes whenever a file this implementation is made of does, or what it is made by."""
+        digest = hashlib.sha256(self.made_by().encode())
         for path in self.sources:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]

@@ -102,6 +102,10 @@ class Worker:
         job.end = self._heard(job)
         job.seconds = time.monotonic() - began
 
+    def alive(self) -> bool:
+        """Whether its process is there."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Ends it and what it started; one that is gone already is only collected."""
         _alive.discard(self)

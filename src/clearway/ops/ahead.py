@@ -125,16 +125,17 @@ def build(
     began, made = time.monotonic(), Gathering(threads, calls)
     token = _gathering.set(made)
     try:
-        with state.trusting():  # nothing of ours is launched, so nothing need be known of it yet
-            run()
-    except (ArithmeticError, AssertionError, LookupError, ValueError):
-        pass
-    finally:
-        _gathering.reset(token)
         try:
-            known()
+            with state.trusting():  # nothing of ours is launched, so nothing need be known of it yet
+                run()
+        except (ArithmeticError, AssertionError, LookupError, ValueError):
+            pass
         finally:
-            made.wait()
+            _gathering.reset(token)
+        with contextlib.suppress(Exception):  # what somebody else begins of it is not worth this call
+            known()
+    finally:
+        made.wait()
         _built, _seconds = _built + len(made), _seconds + time.monotonic() - began
     return len(made)
 

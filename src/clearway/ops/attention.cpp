@@ -51,9 +51,10 @@ INLINE Vec splat(float x) { return x - (Vec){0}; }
 INLINE Vec *at(float *x) { return (Vec *)x; }
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where either is NaN
 
-// 2^x for x <= 0, NaN for NaN; below -126 as there. The polynomial's relative error is at most 9.2e-8: minimax
-// on [-1/2, 1/2], fitted for this file.
+// 2^x for x <= 0, NaN for NaN; 0 below -126. The polynomial's relative error is at most 9.2e-8: minimax on
+// [-1/2, 1/2], fitted for this file.
 INLINE Vec power_of_two(Vec x) {
+    Ints none = x < splat(-126.0f);
     x = larger(splat(-126.0f), x);
     const float round = 12583039.0f;  // 1.5 * 2^23 + 127: the sum's lowest bits are the exponent of 2^[x]
     Vec whole = x + round;
@@ -63,7 +64,7 @@ INLINE Vec power_of_two(Vec x) {
     p = p * f + 2.402224209e-1f;
     p = p * f + 6.931469776e-1f;
     p = p * f + 1.0f;
-    return p * (Vec)((Ints)whole << 23);
+    return (Vec)((Ints)(p * (Vec)((Ints)whole << 23)) & ~none);
 }
 
 // out[r] += sum over i of a[i * a_next + r * a_row] * b[i], for ROWS rows r; out and b are lines of a tile.
@@ -117,15 +118,17 @@ __attribute__((noinline)) void read(const Block *block, const Tile *tile) {
         for (int64_t j = whole; j < keys; j++)
             for (int w = 0; w < wide; w++) most[w] = larger(at(scores + j * TILE)[w], most[w]);
     }
+    Vec base[WIDE];  // what is subtracted: scores that are all -inf stay so
     for (int w = 0; w < wide; w++) {
-        Vec less = power_of_two(at(tile->most)[w] - most[w]);
+        base[w] = most[w] == splat(-INFINITY) ? splat(0.0f) : most[w];
+        Vec less = power_of_two(at(tile->most)[w] - base[w]);
         at(tile->most)[w] = most[w];
         total[w] = at(tile->total)[w] * less;
         for (int64_t e = 0; e < block->value_size; e++) at(tile->sums + e * TILE)[w] *= less;
     }
     for (int64_t j = 0; j < keys; j++)
         for (int w = 0; w < wide; w++) {
-            Vec p = power_of_two(at(scores + j * TILE)[w] - most[w]);
+            Vec p = power_of_two(at(scores + j * TILE)[w] - base[w]);
             at(scores + j * TILE)[w] = p;
             total[w] += p;
         }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearway.ops import _cpp, attention_torch
+from clearway.ops import _cpp, attention_torch, state
 
 WIDEST = 256
 """The largest head: what a piece of work keeps then is about 1 MB."""
@@ -72,7 +72,10 @@ def ready() -> None:
 
 @functools.cache
 def _function() -> Any:
-    function = _cpp.library("attention").attention
+    try:
+        function = _cpp.library("attention").attention
+    except AttributeError as error:
+        raise state.BuildError("what attention.cpp was compiled to has no function of its name") from error
     function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_float)
     function.restype = ctypes.c_int
     return function

@@ -124,12 +124,14 @@ class Op:
         peak: Callable[..., float] | None = None,
         materialises: Callable[..., bool] = always,
         sources: Iterable[str] = (),
+        made_by: Callable[[], str] = str,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Registers the decorated function, in order of preference on `device` ("cuda", "mps", …, "any").
 
         `refuse` reads metadata only. What holds for every kernel of our own is refused before it is asked: a
         gradient (unless `differentiable`), tensor subclasses, empty tensors, tensors on several devices.
-        `sources` are further files beside the op's own that its source hash covers. RuntimeError for a name
+        `sources` are further files beside the op's own that its source hash covers, and `made_by()` what
+        builds it here, where that is not part of Clearway or PyTorch. RuntimeError for a name
         taken twice or another signature than the reference's.
         """
 
@@ -153,6 +155,7 @@ class Op:
                 peak=peak,
                 materialises=materialises,
                 sources=files,
+                made_by=made_by,
             )
             self.implementations.append(made)
             self._ready.clear()

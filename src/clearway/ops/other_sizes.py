@@ -69,7 +69,12 @@ _expected = False
 def _worker() -> Worker:
     """The process that was started early, or one that is started now."""
     with _lock:
-        return _spare.pop() if _spare else Worker(ENVIRONMENT, COMMAND)
+        spare = _spare.pop() if _spare else None
+    if spare is not None:
+        if spare.alive():
+            return spare
+        spare.close()
+    return Worker(ENVIRONMENT, COMMAND)
 
 
 _crew = Crew(_worker)
