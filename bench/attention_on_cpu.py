@@ -23,8 +23,10 @@ from clearway import device
 from clearway.measure.provenance import provenance
 from clearway.ops import _cpp, attention_native
 
-SHAPES = ((2, 4, 1024, 1024, 16), (2, 4, 1024, 77, 16), (2, 4, 256, 256, 16), (2, 4, 64, 64, 24),
-          (2, 8, 1024, 1024, 40), (2, 8, 1024, 77, 40), (2, 8, 256, 256, 80), (2, 8, 64, 64, 160))  # fmt: skip
+SHAPES = (
+    (2, 4, 1024, 1024, 16), (2, 4, 1024, 77, 16), (2, 4, 256, 256, 16), (2, 4, 64, 64, 24),
+    (2, 8, 1024, 1024, 40), (2, 8, 1024, 77, 40), (2, 8, 256, 256, 80), (2, 8, 64, 64, 160),
+)  # fmt: skip
 """Batch, heads, queries, keys, size of a head."""
 ROUNDS, ROUND_S = 15, 0.03
 
