@@ -23,7 +23,7 @@ WIDEST = 256
 """The largest head: what a piece of work keeps then is about 1 MB."""
 QUICKER_CAPABILITY, QUICKER_SIZE, QUICKER_SCORES = "AVX2", 80, 64 * 64
 """Preferred without AVX-512, in heads up to this size and from so many scores a head on. AMD EPYC (two cores,
-AVX2), float32, torch 2.13.0+cpu, 2026-12-01, two threads, ms, sdpa against native: 2x4x1024x1024x16 11.5, 6.5;
+AVX2), float32, torch 2.13.0+cpu, 2026-12-01, two threads, ms, sdpa and native: 2x4x1024x1024x16 11.5, 6.5;
 2x4x1024x77x16 1.13, 0.61; 2x4x64x64x24 0.088, 0.085; 2x8x1024x1024x40 35.5, 22.8; 2x8x256x256x80 5.4, 3.7
 (bench/results/amd-epyc-2-cores/attention_cpu.jsonl). With AVX-512 PyTorch has a quicker exponential of its
 own, and this one was not measured."""
