@@ -4,6 +4,7 @@ import hypothesis
 import pytest
 
 import evidence
+from clearway.ops import attention_native
 
 hypothesis.settings.register_profile("clearway", deadline=None)  # shared cores make any deadline luck
 hypothesis.settings.load_profile("clearway")
@@ -14,6 +15,16 @@ def _home(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLEARWAY_HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("CLEARWAY_MODELS", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _attention_of_pytorch():
+    """On any CPU: attention in C++ is compiled and self-tested once a state folder, and tests have many.
+
+    Those that are about it say which CPU this is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_native, "QUICKER_CAPABILITY", "none of these")
         yield
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import clearway
 from clearway import Request
 from clearway.models import Model
+from clearway.ops import _cpp, attention_native
 
 FOLDER = Path(clearway.__file__).parent / "models" / "embedded"
 
@@ -33,6 +35,18 @@ def middle(image: np.ndarray) -> np.ndarray:
 
 def corners(image: np.ndarray) -> np.ndarray:
     return np.concatenate([image[:8, :8], image[:8, -8:], image[-8:, :8], image[-8:, -8:]]).mean(axis=(0, 1))
+
+
+@pytest.mark.skipif(_cpp.absent() is not None, reason=f"not here: {_cpp.absent()}")
+def test_attention_in_cpp_draws_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through its compilation, its self-test and the recorded calls."""
+    like = Request(prompt="a red apple", seed=1, steps=3)
+    plain = clearway.generate(like, model)
+    monkeypatch.setattr(attention_native, "QUICKER_CAPABILITY", torch.backends.cpu.get_cpu_capability())
+    made = clearway.generate(like, clearway.load("embedded", device="cpu"))
+    assert "attention/native" not in plain.routes and made.routes["attention/native"] > 0
+    difference = np.abs(made.images.astype(int) - plain.images.astype(int))
+    assert difference.max() <= 1
 
 
 def test_it_is_small_whole_and_licensed(model: Model) -> None:

@@ -174,6 +174,7 @@ def test_it_is_preferred_where_it_was_measured_quicker(monkeypatch: pytest.Monke
         )
         return attention.defaults["cpu"](*args)
 
+    monkeypatch.setattr(attention_native, "QUICKER_CAPABILITY", "AVX2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert preferred(1024, 77, 16) == preferred(64, 64, 80) == "native"
     assert preferred(1024, 77, 160) is None and preferred(8, 8, 16) is None
