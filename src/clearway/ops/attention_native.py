@@ -36,9 +36,7 @@ def refuse(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, mask: Tensor | None
 ) -> str | None:
     """What it does not take; metadata only."""
-    if mask is not None or is_causal:
-        return "there is a mask" if mask is not None else "it is causal; it reads every key"
-    reason = attention_torch.restricted() or attention_torch.unequal(q, k, v)
+    reason = attention_torch.restricted_keys(q, k, v, is_causal, mask)
     if reason is not None:
         return reason
     if q.dtype != torch.float32:

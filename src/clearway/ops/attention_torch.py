@@ -140,6 +140,13 @@ def unequal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def restricted_keys(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> str | None:
+    """Why a kernel of ours that reads every key does not take these: a mask, `restricted` or `unequal`."""
+    if mask is not None or is_causal:
+        return "there is a mask" if mask is not None else "it is causal; it reads every key"
+    return restricted() or unequal(q, k, v)
+
+
 def capability(tensor: Tensor) -> tuple[int, int] | None:
     """Compute capability of the CUDA device a tensor lies on; None on others."""
     return _capability(tensor.get_device()) if tensor.is_cuda and torch.version.hip is None else None
