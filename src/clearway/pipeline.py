@@ -21,7 +21,7 @@ from clearway.errors import RequestError, UnavailableError
 from clearway.execution import executor
 from clearway.guidance import Guided, below
 from clearway.image.decode import to_uint8
-from clearway.models import Decoded, Model, UNetDenoiser, chosen, decode, load, place
+from clearway.models import Decoded, Model, UNetDenoiser, chosen, decode, foreseen, load, place
 from clearway.ops import budget, state, verdicts
 from clearway.ops.contract import recording
 from clearway.prompt import plan, unbuilt
@@ -90,8 +90,12 @@ def _drawn(request: Request, model: Model, on_event: OnEvent | None, given: Mode
             unread = tuple(
                 f"{form} is not built yet: it was read as text" for form in unbuilt(request.prompt)
             )
-        # 2. what the network reads
+        # 2. what the network reads; the first time its kernels are begun to be built beside it
         with clock.stage("text"), placed.at("text"):
+            if not placed.moves:
+                sides = height // model.latent_factor, width // model.latent_factor
+                halves = 1 if cfg_scale == 1 or placed.rows(model.choices.rows) == "separate" else 2
+                foreseen.begin(model.unet, model.vae, *sides, halves * len(groups[0]))
             positive, negative = encode(
                 words, model, width=width, height=height, clip_skip=request.clip_skip, run=run
             )

@@ -297,3 +297,22 @@ def test_on_a_gpu_a_row_without_keys_gives_zeros(dtype: torch.dtype) -> None:
     q, k, v = (arg.to(dtype) for arg in args[:3])
     out = attention(q, k, v, None, False, args[5])
     assert out[..., 4, :].abs().max().item() == 0
+
+
+def test_without_cudnn_the_callers_other_backends_are_left() -> None:
+    def on() -> dict[str, bool]:
+        return {name: is_on() for name, (is_on, _) in attention_torch._SWITCHES.items()}
+
+    before = on()
+    with attention_torch.without_cudnn():
+        assert on() == {**before, "cudnn": False}
+    assert on() == before
+    with pytest.raises(ZeroDivisionError), attention_torch.without_cudnn():
+        raise ZeroDivisionError
+    assert on() == before
+    for chosen in ("cudnn", "flash"):  # the caller's own choice stays
+        with attention_torch.only(chosen):
+            inside = on()
+            with attention_torch.without_cudnn():
+                assert on() == inside
+    assert on() == before

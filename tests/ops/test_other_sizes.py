@@ -187,7 +187,10 @@ def test_nothing_is_begun_where_it_is_off_or_of_no_use(
 class _Process:
     """In place of a worker's process."""
 
-    ended, there = 0, True
+    ended, there, back = 0, True, 0
+
+    def step_back(self) -> None:
+        self.back += 1
 
     def alive(self) -> bool:
         return self.there
@@ -223,7 +226,7 @@ def test_the_process_is_started_once_before_it_is_wanted_and_taken_then(started:
     assert other_sizes._worker() is started[0]
     assert other_sizes._worker() is started[1]
     other_sizes.dismiss()
-    assert [one.ended for one in started] == [0, 0]
+    assert [(one.ended, one.back) for one in started] == [(0, 1), (0, 1)]
 
 
 def test_one_that_died_meanwhile_is_replaced(started: list[_Process]) -> None:

@@ -22,6 +22,7 @@ from clearway.device import to_device
 from clearway.errors import RequestError
 from clearway.execution import Eager
 from clearway.models.model import Model
+from clearway.ops.attention_torch import without_cudnn
 from clearway.prompt import Window, windows
 from clearway.types import Conditioning, Embedding, Piece, Plan, Span
 
@@ -127,9 +128,11 @@ def read(encoder: Any, ids: Tensor, *, last: int, normed: bool) -> tuple[Tensor,
     """What is wanted of a text encoder's outputs, so that a captured graph keeps no more: hidden state number
     `last` from the end (1, L, D), through the final norm or not, and the projection (1, P) if it has one."""
     if last == 1 and normed:
-        output = encoder(ids)
+        with without_cudnn():
+            output = encoder(ids)
         return output.last_hidden_state, getattr(output, "text_embeds", None)
-    output = encoder(ids, output_hidden_states=True)
+    with without_cudnn():
+        output = encoder(ids, output_hidden_states=True)
     hidden = output.hidden_states[-last]
     if normed:
         hidden = getattr(encoder, "text_model", encoder).final_layer_norm(hidden)

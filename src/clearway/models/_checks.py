@@ -14,7 +14,7 @@ from clearway.models import chosen
 from clearway.models._mixed_choice import HALF
 from clearway.models._report import Report
 from clearway.models.model import Model
-from clearway.ops import other_sizes, verdicts
+from clearway.ops import elsewhere, other_sizes, verdicts
 from clearway.types import MIXED, Precision
 
 NAMES = {
@@ -42,7 +42,7 @@ def begin(label: str, part: nn.Module, report: Report, model: Model | None = Non
     )
     if not placed:
         return 0
-    other_sizes.expect(weight.device.type if model is None else model.device.kind)
+    _expect(weight.device.type if model is None else model.device.kind)
     if model is None:
         return verdicts.prepare(placed, weight.device.type, weight.dtype, likes(part))
     mixed = model.precision.vae == MIXED and part is model.vae
@@ -57,11 +57,17 @@ def begin_loading(device: Device, precision: Precision, limit_bytes: int | None 
     if not wanted or device.kind == "cpu":
         return 0
     ops.discover()
-    other_sizes.expect(device.kind)
+    _expect(device.kind)
     halves = _halves(device) if precision.vae == MIXED else ()
     named = map(machine.dtype, (precision.unet, precision.vae_weights))
     with machine.capped(device, limit_bytes):
         return sum(verdicts.prepare(wanted, device.kind, dtype) for dtype in dict.fromkeys((*named, *halves)))
+
+
+def _expect(kind: str) -> None:
+    """Starts the processes that will build kernels for a model on such a device."""
+    elsewhere.expect(kind)
+    other_sizes.expect(kind)
 
 
 def _halves(device: Device) -> tuple[torch.dtype, ...]:

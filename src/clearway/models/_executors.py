@@ -22,6 +22,7 @@ from clearway.execution.compiled import REGIONS
 from clearway.execution.fingerprint import moves
 from clearway.models._bound import Bound, occupied, own
 from clearway.models._report import Ran, Report
+from clearway.ops.attention_torch import without_cudnn
 
 AUTO = "auto"
 CHOICES = (AUTO, *EXECUTORS)
@@ -30,6 +31,8 @@ CHOICES = (AUTO, *EXECUTORS)
 _NETWORKS = ("UNet2DConditionModel", "ControlNetModel", "Transformer2DModel")
 """How the names of classes end that a pipeline calls at each step."""
 _DECODERS = ("AutoencoderKL", "AutoencoderTiny")
+TEXT = "text_encoder"
+"""How the names of a pipeline's text encoders begin."""
 MOVED = "hooks are at work on it that may move its weights (offloading, caching)"
 
 
@@ -72,10 +75,17 @@ def forward(
     if moves(part.__dict__):
         ran.reasons[MOVED] += 1
         return _plainly(module, label, ran, args, kwargs)
-    run = executor(wanted, MethodType(type(module).forward, module), label, ran.calls, key=backend)
+    own_forward = words if label.startswith(TEXT) and wanted == "cuda_graph" else type(module).forward
+    run = executor(wanted, MethodType(own_forward, module), label, ran.calls, key=backend)
     if hasattr(run, "reasons"):
         run.reasons = ran.reasons
     return run(*_with_timestep(module, given.device, args, kwargs), **kwargs)
+
+
+def words(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A text encoder's own forward, without what takes long to make ready for few tokens."""
+    with without_cudnn():
+        return type(module).forward(module, *args, **kwargs)
 
 
 def backend() -> Any:
@@ -148,7 +158,7 @@ def _called(label: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     elif library == "diffusers":
         if kind.__name__.endswith(_NETWORKS):
             yield label, part
-    elif library == "transformers" and label.startswith("text_encoder"):
+    elif library == "transformers" and label.startswith(TEXT):
         yield label, part
 
 

@@ -29,6 +29,7 @@ from clearway.models import (
     _time_embedding,
     _transformers,
     _up_blocks,
+    foreseen,
 )
 from clearway.models._bound import Bound, occupied, plain, plain_weight
 from clearway.models._report import Report
@@ -112,6 +113,8 @@ def accelerate(
         if not isinstance(target, Model):
             _executors.place(label, part, executor, report)
         _checks.begin(label, part, report, target if isinstance(target, Model) else None)
+    if not isinstance(target, nn.Module | Model):
+        _foresee(dict(parts))
     return report
 
 
@@ -165,6 +168,14 @@ def _parts(target: Any) -> Iterator[tuple[str, nn.Module]]:
         raise RequestError(
             f"{type(target).__name__} cannot be accelerated; a Diffusers pipeline, a module or a Model can"
         )
+
+
+def _foresee(parts: dict[str, nn.Module]) -> None:
+    """Begins to build what a pipeline launches at its own size, where nothing was built on this machine."""
+    unet, vae = parts.get("unet"), parts.get("vae")
+    side = getattr(getattr(unet, "config", None), "sample_size", None)
+    if vae is not None and isinstance(side, int):
+        foreseen.begin(unet, vae, side, side)
 
 
 def _on_cuda(part: nn.Module) -> bool:

@@ -102,6 +102,11 @@ class Worker:
         job.end = self._heard(job)
         job.seconds = time.monotonic() - began
 
+    def step_back(self) -> None:
+        """From now on it takes only what no other process wants."""
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+
     def alive(self) -> bool:
         """Whether its process is there."""
         return self._process.poll() is None

@@ -1,17 +1,21 @@
 """Triton kernels built before they are needed, all at once instead of one after the other.
 
 Which variants a network launches shows only when it runs: shapes, strides and alignments decide. So it is run
-once with every launch of ours left out; each distinct one is built meanwhile, by threads, since most of the
-time goes to the code generator, the assembler and the C compiler, none of which hold Python's lock. What that
-run computes is thrown away.
+once with every launch of ours left out, and what that computes is thrown away. Each distinct launch is built
+then, by threads and, where there will be many, by another process (elsewhere.py). Not during the run: every
+operation of PyTorch lets Python's lock go and would wait for it behind the threads, so a run of 0.2 s took 4.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -19,16 +23,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clearway.ops import state
+from clearway.ops import elsewhere, state
 from clearway.ops._allowance import cores
 from clearway.ops._described import Described
 
 MOST = 16  # threads
+FEW = 4  # kernels that are not worth asking another process for
+BESIDE = 2  # threads that build while that process is getting ready
 
 Calls = dict[tuple[str, tuple[Any, ...]], None]
 """Distinct calls of ops in order: the op's name, and its arguments, tensors as Shaped."""
 
 _gathering: ContextVar[Gathering | None] = ContextVar("clearway_gathering", default=None)
+_under_way: dict[Any, Future[None]] = {}
+"""What threads of this process build or have built, whoever asked for it first."""
+_lock = threading.Lock()
 _built, _seconds = 0, 0.0
 
 
@@ -62,21 +71,23 @@ class Shaped(NamedTuple):
 
 
 class Gathering:
-    """The distinct launches of a run, each given to a thread that builds it; `calls` takes those of ops."""
+    """The distinct launches of a run, for threads to build; `calls` takes those of ops."""
 
     def __init__(self, threads: int | None = None, calls: Calls | None = None) -> None:
         self.calls = calls
         self.known = False
         """Whether somebody else builds what is added now: it is not built here, now or later."""
-        self._threads = ThreadPoolExecutor(threads or max(min(cores(), MOST), 2), "clearway-build")
+        self._threads = threads or max(min(cores(), MOST), 2)
         self._seen: set[Any] = set()
+        self._left: list[tuple[Any, _Build]] = []
+        self._waited: list[Future[None]] = []
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def add(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Builds what `kernel.launch(grid, *args, **constants)` would run, unless it is under way."""
+        """Takes down what `kernel.launch(grid, *args, **constants)` would run, to be built."""
         names = kernel.function.__code__.co_varnames
         signs = [_sign(arg, name in kernel.counts) for arg, name in zip_longest(args, names[: len(args)])]
         key = (kernel, tuple(signs), tuple(constants.items()))
@@ -88,8 +99,8 @@ class Gathering:
         with contextlib.suppress(Exception):  # why it cannot be built the launch itself will say
             jit = kernel.built()
             _ = jit.cache_key, jit.device_caches[self._index]  # made here, once: threads would make several
-            given = [_like(arg) for arg in args]
-            self._threads.submit(_build, jit, given, constants, self._index)
+            what = _Build(kernel, jit, [_like(arg) for arg in args], constants, self._index)
+            self._left.append(((jit, self._index, *key[1:]), what))
 
     def note(self, op: str, args: tuple[Any, ...]) -> None:
         """Takes down a call of an op, or a question which way it would take, where anybody wants to know."""
@@ -98,9 +109,26 @@ class Gathering:
             with contextlib.suppress(TypeError):  # of a list, which ops on images have none of
                 self.calls[op, described] = None
 
+    def begin(self) -> None:
+        """Has threads build what was taken down, but for what others in this process have begun; comes back
+        at once."""
+        new = []
+        with _lock:
+            for place, one in self._left:
+                if place not in _under_way:
+                    _under_way[place] = one.future
+                    new.append(one)
+                self._waited.append(_under_way[place])
+        self._left.clear()
+        if new:
+            try:
+                threading.Thread(target=_all, args=(new, self._threads), name="clearway-build").start()
+            except RuntimeError:  # no thread can be had
+                _all(new, 1)
+
     def wait(self) -> None:
-        """Comes back when all is built."""
-        self._threads.shutdown()
+        """Comes back when all that was begun is built, by whomever it was begun."""
+        futures.wait(self._waited)
 
 
 def gathering() -> Gathering | None:
@@ -123,21 +151,34 @@ def build(
     """
     global _built, _seconds
     began, made = time.monotonic(), Gathering(threads, calls)
-    token = _gathering.set(made)
     try:
-        try:
-            with state.trusting():  # nothing of ours is launched, so nothing need be known of it yet
-                run()
-        except (ArithmeticError, AssertionError, LookupError, ValueError):
-            pass
-        finally:
-            _gathering.reset(token)
+        _gather(run, made)
+        made.begin()
         with contextlib.suppress(Exception):  # what somebody else begins of it is not worth this call
             known()
     finally:
         made.wait()
         _built, _seconds = _built + len(made), _seconds + time.monotonic() - began
     return len(made)
+
+
+def begin(run: Callable[[], Any]) -> int:
+    """As `build`, without waiting for it; whoever needs one of these kernels later does."""
+    made = Gathering()
+    _gather(run, made)
+    made.begin()
+    return len(made)
+
+
+def _gather(run: Callable[[], Any], made: Gathering) -> None:
+    token = _gathering.set(made)
+    try:
+        with state.trusting():  # nothing of ours is launched, so nothing need be known of it yet
+            run()
+    except (ArithmeticError, AssertionError, LookupError, ValueError):
+        pass
+    finally:
+        _gathering.reset(token)
 
 
 def times() -> dict[str, float]:
@@ -164,9 +205,94 @@ def _like(arg: Any) -> Any:
     return Like(arg) if isinstance(arg, Tensor) else arg
 
 
-def _build(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> None:
-    with contextlib.suppress(Exception), contextlib.ExitStack() as within:
-        if index is not None:
-            within.enter_context(torch.cuda.device(index))
+class _Build:
+    """One kernel for one kind of arguments, to be built; `future` is done when it is, or cannot be."""
+
+    def __init__(
+        self, kernel: Any, jit: Any, args: list[Any], constants: dict[str, Any], index: int | None
+    ) -> None:
+        self._kernel, self._what, self.index = kernel, (jit, args, constants, index), index
+        self.future, self._turn = Future[None](), threading.Lock()
+
+    def __call__(self) -> None:
+        """Builds it, once."""
+        with self._turn:
+            if not self.future.done():
+                try:
+                    compiled(*self._what)
+                finally:
+                    self.future.set_result(None)
+
+    def launch(self) -> elsewhere.Launch | None:
+        """What another process is told of it; None of a kernel that is nothing of a module."""
+        _, args, constants, _ = self._what
+        module = self._kernel.function.__module__
+        there = vars(sys.modules.get(module, type)).items()
+        name = next((name for name, value in there if value is self._kernel), None)
+        return None if name is None else (module, name, args, constants)
+
+
+def _all(new: list[_Build], threads: int) -> None:
+    """Builds them by threads; where there are many and there is a process for it, most are built by that into
+    Triton's cache, where threads find them."""
+    elsewhere.key_of_triton()
+    left = deque(new)
+    builder = elsewhere.builder() if len(new) > FEW else None
+    with (
+        contextlib.suppress(RuntimeError),  # no more threads can be had
+        ThreadPoolExecutor(threads, "clearway-build") as pool,
+    ):
+        if builder is not None:
+            for _ in range(BESIDE):
+                pool.submit(_some, left, builder)
+            if builder.ready(elsewhere.PATIENCE_S):
+                _asked(builder, list(_taken(left)), pool)
+        for one in _taken(left):
+            pool.submit(one)
+    for one in new:  # what is left then; somebody waits for every one
+        with contextlib.suppress(Exception):
+            one()
+
+
+def _asked(builder: elsewhere.Builder, taken: list[_Build], pool: ThreadPoolExecutor) -> None:
+    """Has the process build them, and threads read each that is done and build what it does not."""
+    told = {number: launch for number, one in enumerate(taken) if (launch := one.launch()) is not None}
+    numbers, done = list(told), set[int]()
+
+    def read(number: int) -> None:
+        if number not in done and number < len(taken):
+            done.add(number)
+            pool.submit(taken[number])
+
+    with contextlib.suppress(Exception), _on(taken[0].index):  # what cannot be told, say
+        builder.build(list(told.values()), lambda place: read(numbers[place]))
+    for number in range(len(taken)):
+        read(number)
+
+
+def _some(left: deque[_Build], builder: elsewhere.Builder) -> None:
+    """Builds one after the other until there is somebody else for them."""
+    while not builder.ready(0.0):
+        one = next(_taken(left), None)
+        if one is None:
+            return
+        one()
+
+
+def _taken(left: deque[_Build]) -> Iterator[_Build]:
+    """What is left, taken by one of several threads."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield left.popleft()
+
+
+def compiled(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> None:
+    """Builds a kernel for such arguments and such a device (None: the one there is on paper); what is wrong
+    its launch will say."""
+    with contextlib.suppress(Exception), _on(index):
         made = jit.warmup(*args, grid=(1,), **constants)
         _ = made.run  # loads it, and builds what launches it
+
+
+def _on(index: int | None) -> Any:
+    return contextlib.nullcontext() if index is None else torch.cuda.device(index)

@@ -174,6 +174,22 @@ def only(backend: str) -> Iterator[None]:
             switch(before[name])
 
 
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Within it PyTorch has its other backends, where the caller left it any: for a few tokens, where cuDNN
+    is no quicker and takes most of a second to make ready."""
+    is_on, switch = _SWITCHES["cudnn"]
+    others = any(on() for name, (on, _) in _SWITCHES.items() if name != "cudnn")
+    if not is_on() or not others:
+        yield
+        return
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
 def _alone(backend: str) -> Callable[..., Tensor]:
     def run_backend(
         q: Tensor, k: Tensor, v: Tensor, scale: float | None, is_causal: bool, mask: Tensor | None

@@ -74,7 +74,14 @@ def _worker() -> Worker:
         if spare.alive():
             return spare
         spare.close()
-    return Worker(ENVIRONMENT, COMMAND)
+    return _started()
+
+
+def _started() -> Worker:
+    """A new one, which steps back while it reads PyTorch, not only when it builds."""
+    made = Worker(ENVIRONMENT, COMMAND)
+    made.step_back()
+    return made
 
 
 _crew = Crew(_worker)
@@ -94,7 +101,7 @@ def expect(kind: str) -> bool:
         if here is not None and any(home.read_json(FOLDER, name) == here for name in home.names(FOLDER)):
             return False
         try:
-            _spare.append(Worker(ENVIRONMENT, COMMAND))
+            _spare.append(_started())
         except (OSError, ValueError, TypeError):  # no process can be had: nor later
             return False
     timer = threading.Timer(SPARE_S, dismiss)

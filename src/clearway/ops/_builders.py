@@ -1,0 +1,78 @@
+"""The process that builds kernels for another which waits for them: see elsewhere.py.
+
+It has no device, and has read PyTorch, Triton and the ops before it is asked; then each kernel is built by a
+fork of its own, as many at once as there are cores, into Triton's cache. What a fork finds wrong is left to
+the one who asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from clearway import ops
+from clearway.ops import _on_paper, ahead, elsewhere, selftest
+from clearway.ops.elsewhere import Launch
+
+
+def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Builds a job's launches, telling of each by its number once it is done; one of none is for getting
+    ready."""
+    if "launches" not in job:
+        get_ready()
+        tell({"started": True})
+        return
+    from triton import knobs
+
+    knobs.cache.dir = job["folder"]
+    _on_paper.build_for(*job["target"])
+    launches: list[Launch] = pickle.loads(base64.b64decode(job["launches"]))
+    for number in forked([partial(built, one) for one in launches], job["most"]):
+        tell({"case": str(number)})
+
+
+def get_ready() -> None:
+    """Reads once what every fork needs."""
+    ops.discover()
+    elsewhere.key_of_triton()
+    with contextlib.suppress(ImportError):
+        import_module("triton.experimental.gluon.language.nvidia.hopper")
+
+
+def built(launch: Launch) -> None:
+    """Builds one launch, into Triton's cache."""
+    module, name, args, constants = launch
+    kernel = getattr(import_module(module), name)
+    ahead.compiled(kernel.built(), args, constants, None)
+
+
+def forked(tasks: list[Callable[[], None]], most: int) -> Iterator[int]:
+    """Runs each task in a fork of this process, `most` at once; the number of each once it has ended."""
+    running: dict[int, int] = {}
+    for number, task in enumerate(tasks):
+        if len(running) >= most:
+            yield _ended(running)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                task()
+            os._exit(0)
+        running[child] = number
+    while running:
+        yield _ended(running)
+
+
+def _ended(running: dict[int, int]) -> int:
+    child, _ = os.wait()
+    return running.pop(child)
+
+
+if __name__ == "__main__":
+    sys.exit(selftest.main(work))
