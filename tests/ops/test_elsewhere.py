@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from clearway.ops import _builders, _triton, ahead, elsewhere, residual_add
+from clearway.ops import _builders, _triton, ahead, elsewhere, forks, residual_add
 from clearway.ops._triton import Kernel
 from ops.test_ahead import Jit
 
@@ -187,6 +187,7 @@ def test_the_process_builds_what_this_one_would(on_paper: Path, monkeypatch: pyt
         assert ahead.build(_residuals) == 2
         assert sorted(on_paper.glob("*/*.cubin")) == found
         assert elsewhere.home.read_json(elsewhere.FOLDER, elsewhere.NAME) == elsewhere._record()
+        assert built._worker is not None
         os.killpg(built._worker._process.pid, signal.SIGKILL)
         built.build([], lambda number: None)
         assert not built.ready(0.0)
@@ -219,7 +220,8 @@ def test_none_is_started_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(_triton, "absent", lambda: None)
     monkeypatch.setattr(elsewhere, "Builder", start)
     monkeypatch.setattr(elsewhere, "_builder", None)
-    monkeypatch.setattr(elsewhere, "key_of_triton", lambda: None)
+    monkeypatch.setattr(forks, "key_of_triton", lambda: None)
+    monkeypatch.setattr(forks, "expect", lambda: None)
     monkeypatch.setattr(elsewhere, "_record", lambda: {"folder": "here"})
 
     def expect(kind: str = "cuda", cores: int = 16) -> bool:

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from clearway import ops
-from clearway.ops import _on_paper, ahead, elsewhere, selftest
+from clearway.ops import _on_paper, ahead, forks, selftest
 from clearway.ops.elsewhere import Launch
 
 
@@ -41,7 +41,7 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
 def get_ready() -> None:
     """Reads once what every fork needs."""
     ops.discover()
-    elsewhere.key_of_triton()
+    forks.key_of_triton()
     with contextlib.suppress(ImportError):
         import_module("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -74,5 +74,10 @@ def _ended(running: dict[int, int]) -> int:
     return running.pop(child)
 
 
+def process() -> int:
+    """The process itself."""
+    return selftest.main(work)
+
+
 if __name__ == "__main__":
-    sys.exit(selftest.main(work))
+    sys.exit(process())

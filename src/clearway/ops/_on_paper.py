@@ -132,6 +132,11 @@ def step_back() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-if __name__ == "__main__":
+def process() -> int:
+    """The process itself."""
     step_back()
-    sys.exit(selftest.main(work))
+    return selftest.main(work)
+
+
+if __name__ == "__main__":
+    sys.exit(process())

@@ -2,7 +2,8 @@
 
 A worker is started once and pays for starting torch and the device once. It is given one job at a time and
 says what it begins before it begins it, so that after a crash or a hang the job, and where in it, is known. A
-failure in a worker that had done other jobs may be theirs: it is believed only if a fresh worker fails too.
+failure in a worker that had done other jobs may be theirs, and in one that was forked (forks.py) the mother's:
+it is believed only if a fresh worker fails too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from clearway.ops import forks
+from clearway.ops.forks import Child
 
 START_S = 120.0  # until its first line: starting torch on a busy machine
 COMMAND = ("-P", "-m", "clearway.ops.selftest")
@@ -67,18 +71,7 @@ class Worker:
             raise OSError("the program is ending")
         self.jobs = 0
         self._began = False
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            [sys.executable, *(command or COMMAND)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, **(environment or {}), "PYTHONPATH": path},
-            start_new_session=os.name == "posix",
-        )
+        self._process = _started(command or COMMAND, environment or {})
         _alive.add(self)
         self._said: queue.Queue[str | None] = queue.Queue()
         self._errors: deque[str] = deque(maxlen=50)
@@ -101,6 +94,11 @@ class Worker:
             stream.flush()
         job.end = self._heard(job)
         job.seconds = time.monotonic() - began
+
+    @property
+    def forked(self) -> bool:
+        """Whether it is no process started afresh."""
+        return isinstance(self._process, Child)
 
     def step_back(self) -> None:
         """From now on it takes only what no other process wants."""
@@ -237,7 +235,10 @@ class Crew:
                 used = worker is not None
                 worker = worker or self._start()
                 worker.run(job)
-                if job.failed() and used:
+                forked = getattr(worker, "forked", False)
+                if job.failed() and (used or forked):
+                    if forked:
+                        forks.distrust()
                     worker.close()
                     worker = self._start()
                     worker.run(job)
@@ -255,6 +256,27 @@ class Crew:
         finally:
             job.done.set()
         return worker
+
+
+def _started(command: tuple[str, ...], more: dict[str, str]) -> subprocess.Popen[str] | Child:
+    """A process of Python in this environment and `more`: forked, where that can be, or started afresh."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **more, "PYTHONPATH": path}
+    if command[:-1] == ("-P", "-m"):
+        child = forks.forked(command[-1], environment)
+        if child is not None:
+            return child
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=os.name == "posix",
+    )
 
 
 @atexit.register

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clearway.ops import elsewhere, state
+from clearway.ops import elsewhere, forks, state
 from clearway.ops._allowance import cores
 from clearway.ops._described import Described
 
@@ -235,7 +235,7 @@ class _Build:
 def _all(new: list[_Build], threads: int) -> None:
     """Builds them by threads; where there are many and there is a process for it, most are built by that into
     Triton's cache, where threads find them."""
-    elsewhere.key_of_triton()
+    forks.key_of_triton()
     left = deque(new)
     builder = elsewhere.builder() if len(new) > FEW else None
     with (

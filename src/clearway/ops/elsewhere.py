@@ -12,8 +12,6 @@ there are few cores. It holds nothing of a device, and ends when nobody has aske
 from __future__ import annotations
 
 import base64
-import contextlib
-import functools
 import os
 import pickle
 import threading
@@ -25,7 +23,7 @@ import torch
 
 from clearway import device, home
 from clearway.device import Device
-from clearway.ops import state
+from clearway.ops import forks, state
 from clearway.ops._allowance import cores
 from clearway.ops._workers import Job, Worker
 
@@ -46,7 +44,6 @@ PATIENCE_S = 4.0
 """How long kernels wait for a process that is still reading PyTorch; threads begin with some meanwhile."""
 
 _lock = threading.Lock()
-_keyed = threading.Lock()
 _builder: Builder | None = None
 _expected = False
 
@@ -55,12 +52,12 @@ class Builder:
     """The process, and what it is at."""
 
     def __init__(self) -> None:
-        self._worker = Worker(ENVIRONMENT, COMMAND)
+        self._worker: Worker | None = None
         self._turn = threading.Lock()
         self._ready = threading.Event()
         self._used = time.monotonic()
         self._gone = False
-        threading.Thread(target=self._get_ready, name="clearway-builder", daemon=True).start()
+        threading.Thread(target=self._live, name="clearway-builder", daemon=True).start()
 
     def ready(self, patience_s: float) -> bool:
         """Whether it can be asked, waiting for that at most so long."""
@@ -69,7 +66,7 @@ class Builder:
     def build(self, launches: list[Launch], then: Callable[[int], None]) -> None:
         """Builds them, calling `then` with the number of each that is done; returns when no more come."""
         with self._turn:
-            if self._gone:
+            if self._gone or self._worker is None:
                 return
             job = Job(_told(launches), SILENCE_S, on_line=lambda line: _heard(line, then))
             self._worker.run(job)
@@ -83,12 +80,17 @@ class Builder:
         """Ends the process."""
         self._gone = True
         self._ready.set()
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
-    def _get_ready(self) -> None:
+    def _live(self) -> None:
         with self._turn:
             job = Job({}, SILENCE_S)
-            self._worker.run(job)
+            try:
+                self._worker = Worker(ENVIRONMENT, COMMAND)
+                self._worker.run(job)
+            except (OSError, ValueError, TypeError) as error:  # no process can be had
+                job.end = str(error)
             if job.end is not None:
                 self.close()
         self._ready.set()
@@ -111,15 +113,16 @@ def expect(kind: str) -> bool:
         if _expected:
             return False
         _expected = True
-        threading.Thread(target=key_of_triton, daemon=True).start()
+        threading.Thread(target=forks.key_of_triton, daemon=True).start()
         if not hasattr(os, "fork") or most() < FEWEST_CORES:
             return False
         try:
             if home.read_json(FOLDER, NAME) == _record():
                 return False
-            _builder = Builder()
-        except (ImportError, OSError, ValueError, TypeError):  # another Triton, or no process can be had
+        except ImportError:  # another Triton
             return False
+        forks.expect()
+        _builder = Builder()
     return True
 
 
@@ -132,20 +135,6 @@ def builder() -> Builder | None:
 def most() -> int:
     """How many kernels may be built at once: by cores, and by the machine's memory."""
     return min(cores(), MOST, device.memory(Device("cpu")).available_bytes // FORK_BYTES)
-
-
-@functools.cache
-def _key_of_triton() -> Any:
-    from triton.runtime import cache
-
-    return cache.triton_key()
-
-
-def key_of_triton() -> None:
-    """Has Triton compute once what it knows itself by: a digest of its half a gigabyte, which every thread
-    would compute that comes before the first is done."""
-    with _keyed, contextlib.suppress(Exception):  # of a version that computes another way
-        _key_of_triton()
 
 
 def _record() -> dict[str, str]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from clearway import home
-from clearway.ops import _triton, state
+from clearway.ops import _triton, forks, state
 from clearway.ops._workers import Crew, Job, Worker
 from clearway.ops.ahead import Calls, Shaped
 from clearway.ops.contract import OPS, chosen_by_name
@@ -92,6 +92,8 @@ def expect(kind: str) -> bool:
     nothing is known to have been built before; whether it did."""
     global _expected
     if _off() or kind != "cuda" or torch.version.hip is not None or _triton.absent() is not None:
+        return False
+    if forks.there():  # it will be there at once
         return False
     with _lock:
         if _expected:

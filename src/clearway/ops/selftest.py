@@ -408,5 +408,9 @@ def _work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     device.release_memory(where)  # nor does it keep from a model what it took
 
 
+process = main
+"""What a fork of another process runs (forks.py)."""
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process())

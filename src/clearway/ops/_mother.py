@@ -1,0 +1,136 @@
+"""The process that others are forked from: PyTorch, Triton and the ops are read once for all of them.
+
+It is told over a socket what to become, with the three streams of it, and says over the same socket under
+which number it began and how it ended: see forks.py. It never touches a device, since nothing forked from a
+process that has may use one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from clearway import ops
+from clearway.ops import selftest
+from clearway.ops.forks import LARGEST, key_of_triton
+
+READ = ("triton.experimental.gluon.language.nvidia.hopper", selftest.__name__)
+"""What is read beforehand, where it is there."""
+
+
+def main(fd: int) -> int:
+    """Serves the socket until its other end is closed and all have ended that were forked."""
+    ops.discover()
+    key_of_triton()
+    for name in READ:
+        with contextlib.suppress(ImportError):
+            import_module(name)
+    if touches_a_device():
+        return 1
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(heard, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    with socket.socket(fileno=fd) as line, selectors.DefaultSelector() as events:
+        events.register(line, selectors.EVENT_READ)
+        events.register(heard, selectors.EVENT_READ)
+        line.send(json.dumps({"ready": True}).encode())
+        asked = True
+        while asked or _has_children():
+            for event, _ in events.select():
+                if event.fileobj is line:
+                    data, streams, _, _ = socket.recv_fds(line, LARGEST, 3)
+                    if data:
+                        line.send(json.dumps(_forked(json.loads(data), streams, line)).encode())
+                    else:  # nothing more to fork; how those end that there are is still told
+                        asked = False
+                        events.unregister(line)
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(heard, 4096)
+                    for ended in _ended():
+                        line.send(json.dumps(ended).encode())
+    return 0
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def touches_a_device() -> bool:
+    """Whether something that was read has opened an NVIDIA device."""
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{one}").startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+def _forked(asked: dict[str, Any], streams: list[int], line: socket.socket) -> dict[str, Any]:
+    child = os.fork()
+    if child == 0:
+        _become(asked, streams, line)
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)  # here too: whoever is told its number may end its group at once
+    for one in streams:
+        os.close(one)
+    return {"began": child}
+
+
+def _become(asked: dict[str, Any], streams: list[int], line: socket.socket) -> None:
+    code = 1
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        line.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, buffering=1, closefd=False) for number, mode in enumerate("rww")
+        )
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdecimal() and int(threads):  # which was read when PyTorch was
+            torch.set_num_threads(int(threads))
+        code = import_module(asked["module"]).process()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _ended() -> list[dict[str, Any]]:
+    found = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0:
+                break
+            found.append({"ended": child, "code": os.waitstatus_to_exitcode(status)})
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
