@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -193,20 +191,6 @@ def test_the_process_builds_what_this_one_would(on_paper: Path, monkeypatch: pyt
         assert not built.ready(0.0)
     finally:
         built.close()
-
-
-@needs_fork
-def test_a_fork_that_dies_or_fails_is_told_of_like_any_other() -> None:
-    text = (
-        "import os, signal\n"
-        "from clearway.ops._builders import forked\n"
-        "tasks = [lambda: 1 / 0, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: None] * 3\n"
-        "print(sorted(forked(tasks, 2)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", text], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, str(list(range(9))))
 
 
 def test_none_is_started_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

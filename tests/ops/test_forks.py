@@ -227,6 +227,19 @@ def _gone(pid: int) -> bool:
     return state in "ZX"
 
 
+def test_a_fork_that_dies_or_fails_is_told_of_like_any_other() -> None:
+    text = (
+        "import os, signal\n"
+        "from clearway.ops.forks import each\n"
+        "tasks = [lambda: 1 / 0, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: None] * 3\n"
+        "print(sorted(each(tasks, 2)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", text], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(list(range(9))))
+
+
 def test_she_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(forks, "_mother", None)

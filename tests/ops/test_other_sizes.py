@@ -325,7 +325,7 @@ def test_the_process_builds_into_tritons_cache_without_a_device(tmp_path: Path) 
     finally:
         worker.close()
     assert (first.end, second.end, first.failed()) == (None, None, False)
-    assert [line.get("case") for line in first.lines] == [None, "104x152", "112x144"]
+    assert [line["case"] for line in first.lines if "case" in line] == ["104x152", "112x144"]
     assert len(built) == 1 and sorted(cache.glob("*/*.cubin")) == built
     assert "attention" in built[0].with_suffix(".ttir").read_text(encoding="utf-8")
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -34,7 +33,7 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     knobs.cache.dir = job["folder"]
     _on_paper.build_for(*job["target"])
     launches: list[Launch] = pickle.loads(base64.b64decode(job["launches"]))
-    for number in forked([partial(built, one) for one in launches], job["most"]):
+    for number in forks.each([partial(built, one) for one in launches], job["most"]):
         tell({"case": str(number)})
 
 
@@ -51,27 +50,6 @@ def built(launch: Launch) -> None:
     module, name, args, constants = launch
     kernel = getattr(import_module(module), name)
     ahead.compiled(kernel.built(), args, constants, None)
-
-
-def forked(tasks: list[Callable[[], None]], most: int) -> Iterator[int]:
-    """Runs each task in a fork of this process, `most` at once; the number of each once it has ended."""
-    running: dict[int, int] = {}
-    for number, task in enumerate(tasks):
-        if len(running) >= most:
-            yield _ended(running)
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                task()
-            os._exit(0)
-        running[child] = number
-    while running:
-        yield _ended(running)
-
-
-def _ended(running: dict[int, int]) -> int:
-    child, _ = os.wait()
-    return running.pop(child)
 
 
 def process() -> int:

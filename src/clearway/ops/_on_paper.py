@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearway import ops
-from clearway.ops import ahead, attention_gemm, contract, other_sizes, selftest, state
+from clearway.ops import ahead, attention_gemm, contract, elsewhere, forks, other_sizes, selftest, state
 from clearway.ops._allowance import cores
 from clearway.ops._layout import image_format
 from clearway.ops.ahead import Shaped
@@ -50,7 +50,11 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
             tell({"case": "x".join(map(str, size))})
 
     with torch.no_grad(), contract.use(**job["named"]):
-        ahead.build(run, THREADS)
+        if not hasattr(os, "fork"):
+            ahead.build(run, THREADS)
+            return
+        for number in forks.each(ahead.taken_down(run), max(elsewhere.most(), 1)):
+            tell({"built": number})
 
 
 def launch(calls: list[tuple[str, tuple[Any, ...]]], base: tuple[int, int], size: tuple[int, int]) -> None:

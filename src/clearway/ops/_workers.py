@@ -2,8 +2,8 @@
 
 A worker is started once and pays for starting torch and the device once. It is given one job at a time and
 says what it begins before it begins it, so that after a crash or a hang the job, and where in it, is known. A
-failure in a worker that had done other jobs may be theirs, and in one that was forked (forks.py) the mother's:
-it is believed only if a fresh worker fails too.
+failure in a worker that had done other jobs may be theirs, and in one that was forked (forks.py) of that: it
+is believed only if a fresh worker fails too.
 """
 
 from __future__ import annotations

@@ -162,6 +162,13 @@ def build(
     return len(made)
 
 
+def taken_down(run: Callable[[], Any]) -> list[Callable[[], None]]:
+    """What builds the kernels that `run()` launches, one each and in order, for forks."""
+    made = Gathering()
+    _gather(run, made)
+    return [one for _, one in made._left]
+
+
 def begin(run: Callable[[], Any]) -> int:
     """As `build`, without waiting for it; whoever needs one of these kernels later does."""
     made = Gathering()

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,27 @@ def distrust() -> None:
     """From now on nothing is forked any more."""
     if _mother is not None:
         _mother.close()
+
+
+def each(tasks: list[Callable[[], None]], most: int) -> Iterator[int]:
+    """Runs each task in a fork of this process, `most` at once; the number of each once it has ended."""
+    running: dict[int, int] = {}
+    for number, task in enumerate(tasks):
+        if len(running) >= most:
+            yield _ended(running)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                task()
+            os._exit(0)
+        running[child] = number
+    while running:
+        yield _ended(running)
+
+
+def _ended(running: dict[int, int]) -> int:
+    child, _ = os.wait()
+    return running.pop(child)
 
 
 @functools.cache
