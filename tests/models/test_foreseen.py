@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from clearway import Request, generate, models
+from clearway.device import Memory
 from clearway.models import foreseen
 from clearway.models.accelerate import accelerate
 from pipelines import pipeline
@@ -103,6 +104,9 @@ def test_nothing_is_run_where_it_is_of_no_use_or_somebody_would_hear(
     assert not foreseen.begin(unet, vae, 8, 8)
     del unet._hf_hook
     assert not foreseen.begin(nn.Linear(2, 2), vae, 8, 8)
+    with monkeypatch.context() as changed:
+        changed.setattr(foreseen.machine, "memory", lambda device: Memory(2**30, 2**24))
+        assert not foreseen.begin(unet, vae, 8, 8)
     unet.register_to_config(encoder_hid_dim_type="text_image_proj")
     assert not foreseen.begin(unet, vae, 8, 8)
     assert not seen.begun

@@ -24,6 +24,9 @@ from clearway.ops import ahead, elsewhere
 
 KIND = "cuda"
 TOKENS = 77
+ROOM_BYTES = 2**19
+"""Of the device's memory that must be free, for each of a latent's points: twice what a VAE takes in half
+precision, which is more than a UNet does."""
 
 
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -32,7 +35,8 @@ _seen: weakref.WeakSet[Any] = weakref.WeakSet()
 def begin(unet: Any, vae: Any, height: int, width: int, rows: int = 2) -> int:
     """Begins to build what a UNet called with `rows` latents of `height` x `width`, and a VAE's decoder with
     one of them, launch; how many kernels that is. Once for a UNet; 0 where nothing builds them but this
-    process, where a network is not one that this knows how to call, or is moved about or listened to."""
+    process, where a network is not one that this knows how to call, or is moved about or listened to, and
+    where memory is short."""
     if elsewhere.builder() is None or unet in _seen:
         return 0
     if not all(map(_plain, (unet, getattr(vae, "decoder", None)))) or moves(vars(vae)):
@@ -41,7 +45,8 @@ def begin(unet: Any, vae: Any, height: int, width: int, rows: int = 2) -> int:
     if device.index is not None and device.index != torch.cuda.current_device():
         return 0
     given = _inputs(unet, height, width, rows)
-    if given is None:
+    room = machine.memory(Device(device.type, device.index)).available_bytes
+    if given is None or room < ROOM_BYTES * rows / 2 * height * width:
         return 0
     _seen.add(unet)
     context, call = given

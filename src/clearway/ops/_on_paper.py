@@ -26,6 +26,9 @@ from clearway.ops.ahead import Shaped
 from clearway.ops.contract import OPS, Op
 
 THREADS = min(max(cores() // 4, 2), 4)
+SHARE = 3
+"""One of so many cores' worth of forks: on all of them, though they step back, they slow a picture that is
+being drawn."""
 INSTEAD = "geglu_linear"
 """Where its reference is taken, models take a product and then `geglu`."""
 
@@ -53,7 +56,7 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
         if not hasattr(os, "fork"):
             ahead.build(run, THREADS)
             return
-        for number in forks.each(ahead.taken_down(run), max(elsewhere.most(), 1)):
+        for number in forks.each(ahead.taken_down(run), max(elsewhere.most() // SHARE, 1)):
             tell({"built": number})
 
 
