@@ -24,7 +24,7 @@ def _attention_of_pytorch():
 
     Those that are about it say which CPU this is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_native, "QUICKER_CAPABILITY", "none of these")
+        patch.setattr(attention_native, "QUICKER_CAPABILITY", ())
         yield
 
 

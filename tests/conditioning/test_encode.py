@@ -182,6 +182,7 @@ def test_on_a_device_a_graph_encodes_without_waiting(family: str, tmp_path: Any)
         with never_waits():
             made = encode(plan(prompt, "blurry"), model, width=64, height=64, run=run)
         for mine, theirs in zip(made, plain, strict=True):
-            torch.testing.assert_close(mine.at(0).context, theirs.at(0).context, rtol=1e-3, atol=1e-3)
+            # transformers makes a mask while a graph is captured, and none elsewhere: another kernel
+            torch.testing.assert_close(mine.at(0).context, theirs.at(0).context, rtol=4e-3, atol=4e-3)
     for encoder in run.made.values():
         assert encoder.pool.made == 1 and not encoder.reasons

@@ -42,7 +42,7 @@ def test_attention_in_cpp_draws_the_same(model: Model, monkeypatch: pytest.Monke
     """Through its compilation, its self-test and the recorded calls."""
     like = Request(prompt="a red apple", seed=1, steps=3)
     plain = clearway.generate(like, model)
-    monkeypatch.setattr(attention_native, "QUICKER_CAPABILITY", torch.backends.cpu.get_cpu_capability())
+    monkeypatch.setattr(attention_native, "QUICKER_CAPABILITY", (torch.backends.cpu.get_cpu_capability(),))
     made = clearway.generate(like, clearway.load("embedded", device="cpu"))
     assert "attention/native" not in plain.routes and made.routes["attention/native"] > 0
     difference = np.abs(made.images.astype(int) - plain.images.astype(int))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -13,6 +14,10 @@ from torch import Tensor
 from clearway.ops import _cpp, attention_native
 from clearway.ops.attention import attention, inputs
 
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+TARGETS_HERE = (
+    list(_cpp.TARGETS)[: list(_cpp.TARGETS).index(CAPABILITY) + 1] if CAPABILITY in _cpp.TARGETS else []
+)
 needs_compiler = pytest.mark.skipif(_cpp.absent() is not None, reason=f"not here: {_cpp.absent()}")
 
 
@@ -53,6 +58,30 @@ def test_any_sizes_agree_with_float64(
     # a score's rounding is relative to it, and the exponential's relative error is the score's absolute one
     torch.testing.assert_close(out.double(), exact(q, k, v, scale), rtol=0, atol=2e-6 * max(largest, 1.0))
     assert q.shape != out.shape or out.stride() == torch.empty_like(q).stride()
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", _cpp.TARGETS)
+def test_it_is_the_same_for_every_processor_it_is_compiled_for(
+    monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Each that this one can run: a tile of another length, and rows of it."""
+    if target not in TARGETS_HERE:
+        pytest.skip(f"this processor has no {target}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: target)
+    monkeypatch.setattr(_cpp, "library", functools.cache(_cpp.library.__wrapped__))
+    monkeypatch.setattr(
+        attention_native, "_function", functools.cache(attention_native._function.__wrapped__)
+    )
+    for queries, keys, size, value_size in (
+        (1, 1, 1, 1),
+        (49, 131, 17, 9),
+        (385, 130, 40, 40),
+        (47, 77, 16, 24),
+    ):
+        q, k = normal(2, 2, queries, size), normal(2, 2, keys, size, seed=1)
+        v = normal(2, 2, keys, value_size, seed=2)
+        torch.testing.assert_close(run(q, k, v).double(), exact(q, k, v), rtol=0, atol=3e-6)
 
 
 @needs_compiler
@@ -174,10 +203,11 @@ def test_it_is_preferred_where_it_was_measured_quicker(monkeypatch: pytest.Monke
         )
         return attention.defaults["cpu"](*args)
 
-    monkeypatch.setattr(attention_native, "QUICKER_CAPABILITY", "AVX2")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert preferred(1024, 77, 16) == preferred(64, 64, 80) == "native"
-    assert preferred(1024, 77, 160) is None and preferred(8, 8, 16) is None
-    assert preferred(1024, 77, 16, torch.bfloat16) is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(attention_native, "QUICKER_CAPABILITY", ("AVX2", "AVX512"))
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert preferred(1024, 77, 16) == preferred(64, 77, 80) == "native"
+        assert preferred(1024, 77, 160) is None and preferred(64, 64, 16) is None
+        assert preferred(1024, 77, 16, torch.bfloat16) is None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert preferred(1024, 77, 16) is None

@@ -1,10 +1,11 @@
 """C++ compiled on this machine: one shared library a `.cpp` file beside this one, kept in the state folder.
 
 The files need a C++ compiler, no headers but C's, and no OpenMP of their own: they are handed the entry of
-the one that PyTorch's own threads are from, so that there is one pool of threads. Their target is fixed (AVX2
-with FMA), so that a state folder shared by several machines holds for all of them. A library is kept by the
-compiler that made it and under a name that says what is in it; it is loaded only where that is still so and
-file and folder are this user's alone, and else compiled anew.
+the one that PyTorch's own threads are from, so that there is one pool of threads. They are compiled for AVX2
+or AVX-512, as PyTorch says that it can do, each kept under its own name, so that a state folder shared by
+several machines holds for all of them. A library is kept by the compiler that made it and under a name that
+says what is in it. It is loaded where that is still so and file and folder are this user's alone; else it is
+compiled anew.
 Source: `GOMP_parallel` is part of the interface of GCC's libgomp (libgomp.h), which LLVM's libomp has too.
 """
 
@@ -32,10 +33,16 @@ from clearway.ops import state
 from clearway.ops.state import BuildError
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-mavx2", "-mfma", "-ffp-contract=fast", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-ffp-contract=fast", "-fPIC", "-shared")
+TARGETS = {
+    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": (
+        *("-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"),
+        "-mprefer-vector-width=512",
+    ),
+}
+"""What is compiled for, by what PyTorch says it can do here (aten/src/ATen/native/DispatchStub.cpp)."""
 COMPILERS = ("c++", "g++", "clang++")
-CAPABLE = ("AVX2", "AVX512")
-"""What PyTorch says it can do, where the target is within that."""
 PASSING = ("No space left", "Killed", "Cannot allocate memory", "out of memory")
 """What a compiler says of a failure that is not the source's."""
 LIMIT_S = 50.0
@@ -48,8 +55,8 @@ def absent() -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "it is compiled for Linux on x86-64"
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in CAPABLE:
-        return f"PyTorch can do {capability} here; it takes {' or '.join(CAPABLE)}"
+    if capability not in TARGETS:
+        return f"PyTorch can do {capability} here; it takes {' or '.join(TARGETS)}"
     if _compiler() is None:
         return f"there is no C++ compiler ($CXX, {', '.join(COMPILERS)})"
     return None if parallel() is not None else "PyTorch's OpenMP has no GOMP_parallel"
@@ -119,13 +126,23 @@ def _compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
+def flags() -> tuple[str, ...]:
+    """What the compiler is told on this machine."""
+    return *FLAGS, *TARGETS.get(torch.backends.cpu.get_cpu_capability(), ())
+
+
+def maker() -> str:
+    """What tells one library of a source from another: the compiler and what it is told."""
+    return "\n".join((compiler(), *flags()))
+
+
 def _compile(source: Path, target: Path) -> None:
     command = _compiler()
     if command is None:
         raise BuildError("there is no C++ compiler")
     try:
         subprocess.run(
-            [*command, *FLAGS, str(source), "-o", str(target)],
+            [*command, *flags(), str(source), "-o", str(target)],
             check=True,
             capture_output=True,
             text=True,
@@ -147,7 +164,7 @@ def _failure(sentence: str, passing: bool) -> Exception:
 
 
 def _digest(text: bytes) -> str:
-    return _short(b"\0".join([text, " ".join(FLAGS).encode(), compiler().encode()]))
+    return _short(b"\0".join([text, maker().encode()]))
 
 
 def _short(content: bytes) -> str:

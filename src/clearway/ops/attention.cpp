@@ -1,4 +1,4 @@
-// softmax(scale * q k^T) v on a CPU with AVX2, float32. Compiled on the user's machine by _cpp.py; the host
+// softmax(scale * q k^T) v on a CPU with AVX2 or AVX-512, float32. Compiled on the user's machine by _cpp.py; the host
 // side is attention_native.py.
 //
 // Lanes are queries: a vector holds one score of LANES queries, and a tile of WIDE vectors sees the keys one
@@ -20,9 +20,16 @@
 namespace {
 
 enum {
+#ifdef __AVX512F__
+    LANES = 16,
+    ROWS = 8,              // of 3 vectors: 24 sums, and 8 registers are left
+#define REGISTER "v"
+#else
     LANES = 8,
-    WIDE = 3,              // vectors of queries in a tile: with 4 rows 12 sums, and 4 registers are left
-    ROWS = 4,
+    ROWS = 4,              // of 3 vectors: 12 sums, and 4 registers are left
+#define REGISTER "x"
+#endif
+    WIDE = 3,              // vectors of queries in a tile
     TILE = WIDE * LANES,
     KEYS = 128,            // in a block
     TILES = 8,             // that read one block while it is in the cache
@@ -79,7 +86,7 @@ INLINE void product(
         Vec line[WIDE];
         for (int w = 0; w < wide; w++) {
             line[w] = at(b + i * TILE)[w];
-            __asm__("" : "+x"(line[w]));  // GCC would load it again for every row
+            __asm__("" : "+" REGISTER(line[w]));  // GCC would load it again for every row
         }
         for (int r = 0; r < ROWS; r++) {
             Vec x = splat(a[i * a_next + r * a_row]);

@@ -358,7 +358,7 @@ attention.implementation(
     absent=_cpp.absent,
     refuse=attention_native.refuse,
     sources=("attention_native.py", "attention.cpp", "_cpp.py"),
-    made_by=_cpp.compiler,
+    made_by=_cpp.maker,
 )(attention_native.run)
 attention.implementation(
     "streaming",
