@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -345,6 +346,10 @@ def tf32(device: Device, allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+SWITCHING = threading.RLock()
+"""Held while attention's backends, which are the process's, are other than the caller's for one call."""
+
+
 def switches() -> tuple[Any, ...]:
     """What of PyTorch decides which kernels run: TF32, sums in half precision, determinism, cuDNN, the
     library of products, attention's backends and their order, and its attention itself (others put theirs in
@@ -356,6 +361,13 @@ def switches() -> tuple[Any, ...]:
 
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
+    with SWITCHING:
+        backends = (
+            cuda.cudnn_sdp_enabled(),
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        )
     return (
         cuda.matmul.fp32_precision == "tf32",  # allow_tf32 raises where somebody used the newer switches
         cudnn.conv.fp32_precision == "tf32",
@@ -366,10 +378,7 @@ def switches() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         cudnn.enabled,
         cudnn.deterministic,
-        cuda.cudnn_sdp_enabled(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
+        *backends,
         cuda.fp16_bf16_reduction_math_sdp_allowed(),
         tuple(torch._C._get_sdp_priority_order()),
         torch.nn.functional.scaled_dot_product_attention,

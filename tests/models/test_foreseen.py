@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from clearway import Request, generate, models
 from clearway.device import Memory
@@ -25,15 +27,26 @@ class _Seen:
         self.begun = 0
 
     def listen(self, *convolutions: nn.Module) -> None:
-        for one in convolutions:  # not by a hook: nothing is run before it is called where anybody listens
-            inner = one.forward
+        """Not by a hook, nor by a forward of its own: nothing is run beforehand where anybody listens."""
+        for one in convolutions:
+            inner = one._conv_forward
 
-            def told(x: torch.Tensor, *args: Any, inner: Any = inner, **kwargs: Any) -> torch.Tensor:
+            def told(x: torch.Tensor, *args: Any, inner: Any = inner) -> torch.Tensor:
                 self.shapes.append(tuple(x.shape))
-                result: torch.Tensor = inner(x, *args, **kwargs)
+                result: torch.Tensor = inner(x, *args)
                 return result
 
-            one.forward = told
+            one._conv_forward = Heard(told)
+
+
+class Heard:
+    """A call that is no function."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
 
 @pytest.fixture
@@ -60,7 +73,7 @@ def test_networks_are_run_as_a_generation_will(folders: dict[str, Path], seen: _
     request = Request(prompt="a", width=64, height=128, steps=1, sampler="Euler", seed=1, count=2)
     first = generate(request, model)
     shapes = list(seen.shapes)
-    assert seen.begun == 1 and {*shapes[:2]} == {*shapes[2:]} and len(shapes) == 2 + 1 + 2
+    assert seen.begun == 1 and {*shapes[:2]} == {*shapes[2:]} and len(shapes) == 4
     again = generate(request, model)
     assert seen.begun == 1 and (again.images == first.images).all()
     now = {**model.unet.state_dict(), **model.vae.state_dict()}
@@ -97,6 +110,14 @@ def test_nothing_is_run_where_it_is_of_no_use_or_somebody_would_hear(
     with monkeypatch.context() as changed:
         changed.setattr(foreseen, "KIND", "cuda")
         assert not foreseen.begin(unet, vae, 8, 8)
+    for listen in (register_module_forward_hook, register_module_forward_pre_hook):
+        hook = listen(lambda *_: None)  # of every module there is
+        assert not foreseen.begin(unet, vae, 8, 8)
+        hook.remove()
+    block = unet.mid_block.attentions[0]
+    block.forward = lambda *args, inner=block.forward, **kwargs: inner(*args, **kwargs)
+    assert not foreseen.begin(unet, vae, 8, 8)
+    del block.forward
     hook = unet.mid_block.register_forward_hook(lambda *_: None)
     assert not foreseen.begin(unet, vae, 8, 8)
     hook.remove()
@@ -104,6 +125,8 @@ def test_nothing_is_run_where_it_is_of_no_use_or_somebody_would_hear(
     assert not foreseen.begin(unet, vae, 8, 8)
     del unet._hf_hook
     assert not foreseen.begin(nn.Linear(2, 2), vae, 8, 8)
+    for other in (nn.Linear(2, 2), None, SimpleNamespace(decoder=vae.decoder, config=vae.config)):
+        assert not foreseen.begin(unet, other, 8, 8)
     with monkeypatch.context() as changed:
         changed.setattr(foreseen.machine, "memory", lambda device: Memory(2**30, 2**24))
         assert not foreseen.begin(unet, vae, 8, 8)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clearway import device
 from clearway.errors import UnavailableError
 from clearway.ops import (
     _cpp,
@@ -299,20 +302,67 @@ def test_on_a_gpu_a_row_without_keys_gives_zeros(dtype: torch.dtype) -> None:
     assert out[..., 4, :].abs().max().item() == 0
 
 
-def test_without_cudnn_the_callers_other_backends_are_left() -> None:
+def test_without_cudnn_the_callers_other_backends_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this thread alone, and no longer than a call."""
+
     def on() -> dict[str, bool]:
         return {name: is_on() for name, (is_on, _) in attention_torch._SWITCHES.items()}
 
-    before = on()
-    with attention_torch.without_cudnn():
-        assert on() == {**before, "cudnn": False}
-    assert on() == before
-    with pytest.raises(ZeroDivisionError), attention_torch.without_cudnn():
-        raise ZeroDivisionError
-    assert on() == before
+    heard: list[dict[str, bool]] = []
+
+    def told(*args: Any, **kwargs: Any) -> Tensor:
+        heard.append(on())
+        if kwargs.get("scale") == 0:
+            raise ZeroDivisionError
+        return torch.zeros(())
+
+    def attend(**kwargs: Any) -> None:  # as a function of PyTorch's is called within a mode
+        mode.__torch_function__(told, (), (), kwargs)
+
+    monkeypatch.setattr(attention_torch.F, "scaled_dot_product_attention", told)
+    mode, before = attention_torch.WithoutCudnn(), on()
+    attend()
+    with pytest.raises(ZeroDivisionError):
+        attend(scale=0)
+    assert heard == [{**before, "cudnn": False}] * 2 and on() == before
     for chosen in ("cudnn", "flash"):  # the caller's own choice stays
         with attention_torch.only(chosen):
             inside = on()
-            with attention_torch.without_cudnn():
-                assert on() == inside
+            attend()
+            assert heard.pop() == inside == on()
     assert on() == before
+
+
+def test_attention_within_it_is_heard_of_and_nothing_else_changes() -> None:
+    q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    expected, seen = F.scaled_dot_product_attention(q, q, q, is_causal=True), []
+
+    class Heard(attention_torch.WithoutCudnn):
+        def __torch_function__(self, function: Any, *more: Any) -> Any:
+            seen.append(function is F.scaled_dot_product_attention)
+            return super().__torch_function__(function, *more)
+
+    with Heard():
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), expected)
+    assert True in seen
+
+
+def test_switches_of_two_threads_are_left_as_they_were() -> None:
+    def on() -> dict[str, bool]:
+        return {name: is_on() for name, (is_on, _) in attention_torch._SWITCHES.items()}
+
+    before, wrong = on(), []
+
+    def work(backend: str) -> None:
+        for _ in range(300):
+            with attention_torch.only(backend):
+                if [name for name, is_on in on().items() if is_on] != [backend]:
+                    wrong.append(backend)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("flash", "math", "efficient")]
+    for one in threads:
+        one.start()
+    states = {device.switches()[9:13] for _ in range(300)}
+    for one in threads:
+        one.join()
+    assert on() == before and not wrong and len(states) == 1

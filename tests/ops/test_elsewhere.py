@@ -165,6 +165,28 @@ def _residuals() -> None:
         )  # fmt: skip
 
 
+def test_a_program_that_is_ending_builds_no_more(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "builder", lambda: None)
+    monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
+    assert ahead.build(_launches(3)) == 3 and not jit.built
+
+
+@needs_triton
+@needs_fork
+def test_what_cannot_be_built_is_not_told_of_as_built(
+    on_paper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLEARWAY_HOME", str(on_paper.parent / "home"))
+    built, told = elsewhere.Builder(), list[int]()
+    try:
+        assert built.ready(120.0)
+        built.build([("no.such.module", "kernel", [], {})] * 3, told.append)
+        assert not told and built.ready(0.0)
+        assert not elsewhere.home.read_json(elsewhere.FOLDER, elsewhere.NAME)
+    finally:
+        built.close()
+
+
 @needs_triton
 @needs_fork
 def test_the_process_builds_what_this_one_would(on_paper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +228,9 @@ def test_none_is_started_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(elsewhere, "_builder", None)
     monkeypatch.setattr(forks, "key_of_triton", lambda: None)
     monkeypatch.setattr(forks, "expect", lambda: None)
-    monkeypatch.setattr(elsewhere, "_record", lambda: {"folder": "here"})
+    folder = tmp_path / "kernels of Triton"
+    folder.mkdir()
+    monkeypatch.setattr(elsewhere, "_record", lambda: {"folder": str(folder)})
 
     def expect(kind: str = "cuda", cores: int = 16) -> bool:
         monkeypatch.setattr(elsewhere, "_expected", False)
@@ -226,7 +250,7 @@ def test_none_is_started_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch, 
         assert not elsewhere.expect("cuda")  # once
         started[0]._gone = True
         assert elsewhere.builder() is None
-        elsewhere.home.write_json({"folder": "here"}, elsewhere.FOLDER, elsewhere.NAME)
+        elsewhere.home.write_json({"folder": str(folder)}, elsewhere.FOLDER, elsewhere.NAME)
         assert not expect()
-        monkeypatch.setattr(elsewhere, "_record", lambda: {"folder": "elsewhere"})
+        folder.rmdir()  # what was built is gone
         assert expect() and len(started) == 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -227,17 +230,112 @@ def _gone(pid: int) -> bool:
     return state in "ZX"
 
 
-def test_a_fork_that_dies_or_fails_is_told_of_like_any_other() -> None:
-    text = (
-        "import os, signal\n"
+IGNORED = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})"
+
+
+def _script(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program of its own, with a minute to end in."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "import os, signal, sys\n" + text, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("before", ["pass", IGNORED, BLOCKED])
+def test_each_fork_is_told_of_and_what_became_of_it(before: str) -> None:
+    done = _script(
+        f"{before}\n"
         "from clearway.ops.forks import each\n"
-        "tasks = [lambda: 1 / 0, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: None] * 3\n"
-        "print(sorted(each(tasks, 2)))\n"
+        "tasks = [lambda: 1 / 0, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: False, lambda: True]\n"
+        "print(sorted(each(tasks * 2, 2)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", text], capture_output=True, text=True, check=False, timeout=120
+    expected = [(number, number % 4 == 3) for number in range(8)]
+    assert (done.returncode, done.stdout.strip()) == (0, str(expected))
+
+
+@pytest.mark.parametrize("before", [IGNORED, BLOCKED])
+def test_whatever_a_program_does_with_its_signals_it_ends(before: str) -> None:
+    done = _script(
+        f"{before}\n"
+        "from clearway.ops import forks\n"
+        "from clearway.ops._workers import Worker\n"
+        "forks.expect()\n"
+        "one, left = [Worker({'CUDA_VISIBLE_DEVICES': ''}) for _ in range(2)]\n"
+        "one.close()\n"
+        "print(one.forked, one.alive(), left.alive())\n"
     )
-    assert (done.returncode, done.stdout.strip()) == (0, str(list(range(9))))
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "True False True")
+
+
+def test_a_program_that_forks_itself_leaves_them_to_the_first() -> None:
+    """Its own child ends at once, ends nothing of them, and forks nothing from her."""
+    done = _script(
+        "from clearway.ops import forks\n"
+        "from clearway.ops._workers import Worker\n"
+        "forks.expect()\n"
+        "worker = Worker({'CUDA_VISIBLE_DEVICES': ''})\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(forks.there() or forks.forked('clearway.ops.selftest', {}) is not None)\n"
+        "print(os.waitpid(child, 0)[1], worker.alive(), Worker().forked)\n"
+    )
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "0 True True")
+
+
+def test_one_who_dies_as_she_answers_leaves_nobody_waiting(mother: forks.Mother) -> None:
+    """Whichever is heard first: that a child began, or that nobody is there any more."""
+    for late in (False, True):
+        line, hers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made = object.__new__(forks.Mother)
+        made._line, made._answered, made._ready = line, threading.Condition(), threading.Event()
+        made._numbers, made._asked, made._children, made.gone = itertools.count(), {}, {}, False
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        made._process = gone
+        made._ready.set()
+
+        def answer(line: socket.socket = hers, pid: int = gone.pid, late: bool = late) -> None:
+            data, streams, _, _ = socket.recv_fds(line, forks.LARGEST, 3)
+            for one in streams:
+                os.close(one)
+            if not late:
+                line.send(json.dumps({"began": pid, "number": json.loads(data)["number"]}).encode())
+            line.close()
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (answer, made._listen)]
+        for one in threads:
+            one.start()
+        child = made.fork("becomes", {})
+        if late:
+            assert child is None
+        else:
+            assert child is not None and child.wait(20) == 1
+            child.stdin.close()
+            child.stdout.close()
+            child.stderr.close()
+        assert made.gone
+
+
+def test_where_no_more_descriptors_can_be_had_none_is_lost(
+    hers: forks.Mother, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, made = os.pipe, []
+
+    def few() -> tuple[int, int]:
+        if len(made) == 2:
+            raise OSError("too many open files")
+        made.append(pipe())
+        return made[-1]
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "pipe", few)
+        assert hers.fork("becomes", dict(os.environ)) is None
+    for one in [fd for pair in made for fd in pair]:
+        with pytest.raises(OSError):
+            os.fstat(one)
 
 
 def test_she_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:

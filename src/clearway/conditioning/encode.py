@@ -10,6 +10,7 @@ Source: the WebUI 1.10 and, for SDXL, Podell et al. 2023, section 2.2 (size cond
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -22,7 +23,7 @@ from clearway.device import to_device
 from clearway.errors import RequestError
 from clearway.execution import Eager
 from clearway.models.model import Model
-from clearway.ops.attention_torch import without_cudnn
+from clearway.ops.attention_torch import WithoutCudnn
 from clearway.prompt import Window, windows
 from clearway.types import Conditioning, Embedding, Piece, Plan, Span
 
@@ -128,10 +129,10 @@ def read(encoder: Any, ids: Tensor, *, last: int, normed: bool) -> tuple[Tensor,
     """What is wanted of a text encoder's outputs, so that a captured graph keeps no more: hidden state number
     `last` from the end (1, L, D), through the final norm or not, and the projection (1, P) if it has one."""
     if last == 1 and normed:
-        with without_cudnn():
+        with WithoutCudnn() if ids.is_cuda else nullcontext():
             output = encoder(ids)
         return output.last_hidden_state, getattr(output, "text_embeds", None)
-    with without_cudnn():
+    with WithoutCudnn() if ids.is_cuda else nullcontext():
         output = encoder(ids, output_hidden_states=True)
     hidden = output.hidden_states[-last]
     if normed:

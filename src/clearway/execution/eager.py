@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _every
 from torch.utils import _pytree as pytree
 
 from clearway.execution.calls import owner_of
+from clearway.execution.code import foreign
 from clearway.execution.kept import Frame, within
 from clearway.ops import ahead, contract, other_sizes
 
@@ -75,6 +77,12 @@ def watched() -> bool:
 
 
 def heard(run: Callable[..., Any]) -> bool:
-    """Whether anybody listens to the module or to one within it, who would hear of a call that is none."""
+    """Whether anybody listens to the module or to one within it, or to all there are, or has put code in it
+    that may count its calls: who would hear of a call that is none."""
     owner: nn.Module | None = owner_of(run)
-    return owner is None or any(one._forward_hooks or one._forward_pre_hooks for one in owner.modules())
+    if owner is None or _every._global_forward_hooks or _every._global_forward_pre_hooks:
+        return True
+    modules = list(owner.modules())
+    if any(one._forward_hooks or one._forward_pre_hooks for one in modules):
+        return True
+    return foreign(modules) is not None

@@ -22,7 +22,7 @@ from clearway.execution.compiled import REGIONS
 from clearway.execution.fingerprint import moves
 from clearway.models._bound import Bound, occupied, own
 from clearway.models._report import Ran, Report
-from clearway.ops.attention_torch import without_cudnn
+from clearway.ops.attention_torch import WithoutCudnn
 
 AUTO = "auto"
 CHOICES = (AUTO, *EXECUTORS)
@@ -84,7 +84,7 @@ def forward(
 
 def words(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A text encoder's own forward, without what takes long to make ready for few tokens."""
-    with without_cudnn():
+    with WithoutCudnn():
         return type(module).forward(module, *args, **kwargs)
 
 

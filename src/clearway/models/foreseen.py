@@ -37,24 +37,31 @@ def begin(unet: Any, vae: Any, height: int, width: int, rows: int = 2) -> int:
     one of them, launch; how many kernels that is. Once for a UNet; 0 where nothing builds them but this
     process, where a network is not one that this knows how to call, or is moved about or listened to, and
     where memory is short."""
-    if elsewhere.builder() is None or unet in _seen:
+    if elsewhere.builder() is None:
         return 0
-    if not all(map(_plain, (unet, getattr(vae, "decoder", None)))) or moves(vars(vae)):
+    try:
+        if unet in _seen or type(vae) is not _classes()[1] or moves(vars(vae)):
+            return 0
+        if not all(map(_plain, (unet, vae.decoder))):
+            return 0
+        _seen.add(unet)
+        return _begun(unet, vae, height, width, rows)
+    except Exception as error:  # the picture itself will meet it, if it is more than this run's
+        if machine.is_out_of_memory(error):
+            machine.release_memory(_of(unet))
         return 0
-    device = next(unet.parameters()).device
+
+
+def _begun(unet: Any, vae: Any, height: int, width: int, rows: int) -> int:
+    device = _of(unet)
     if device.index is not None and device.index != torch.cuda.current_device():
         return 0
     given = _inputs(unet, height, width, rows)
-    room = machine.memory(Device(device.type, device.index)).available_bytes
-    if given is None or room < ROOM_BYTES * rows / 2 * height * width:
+    if given is None or machine.memory(device).available_bytes < ROOM_BYTES * rows / 2 * height * width:
         return 0
-    _seen.add(unet)
     context, call = given
-    latents = torch.zeros(
-        (1, vae.config.latent_channels, height, width),
-        device=device,
-        dtype=next(vae.parameters()).dtype,
-    )
+    dtype = next(vae.parameters()).dtype
+    latents = torch.zeros((1, vae.config.latent_channels, height, width), device=str(device), dtype=dtype)
 
     def run() -> None:
         with within(Frame((context,))) as frame:
@@ -63,13 +70,20 @@ def begin(unet: Any, vae: Any, height: int, width: int, rows: int = 2) -> int:
         with within(Frame(())):
             own(vae.decoder, latents)
 
-    try:
-        with torch.no_grad():
-            return ahead.begin(run)
-    except Exception as error:  # the picture itself will meet it, if it is more than this run's
-        if machine.is_out_of_memory(error):
-            machine.release_memory(Device(device.type, device.index))
-        return 0
+    with torch.no_grad():
+        return ahead.begin(run)
+
+
+def _of(part: nn.Module) -> Device:
+    place = next(part.parameters()).device
+    return Device(place.type, place.index)
+
+
+def _classes() -> tuple[Any, Any]:
+    """Of a UNet and of a VAE, as this knows how to call them."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+
+    return UNet2DConditionModel, AutoencoderKL
 
 
 def _plain(part: Any) -> bool:
@@ -81,9 +95,7 @@ def _plain(part: Any) -> bool:
 
 def _inputs(unet: Any, height: int, width: int, rows: int) -> tuple[torch.Tensor, dict[str, Any]] | None:
     """Words as `unet` reads them, and all its arguments, in zeros; None of one that takes more than these."""
-    from diffusers import UNet2DConditionModel
-
-    if type(unet) is not UNet2DConditionModel:
+    if type(unet) is not _classes()[0]:
         return None
     more = ("encoder_hid_dim_type", "class_embed_type", "time_cond_proj_dim")
     added = getattr(unet.config, "addition_embed_type", None)

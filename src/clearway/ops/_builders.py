@@ -33,8 +33,9 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     knobs.cache.dir = job["folder"]
     _on_paper.build_for(*job["target"])
     launches: list[Launch] = pickle.loads(base64.b64decode(job["launches"]))
-    for number in forks.each([partial(built, one) for one in launches], job["most"]):
-        tell({"case": str(number)})
+    for number, done in forks.each([partial(built, one) for one in launches], job["most"]):
+        if done:
+            tell({"case": str(number)})
 
 
 def get_ready() -> None:
@@ -45,11 +46,11 @@ def get_ready() -> None:
         import_module("triton.experimental.gluon.language.nvidia.hopper")
 
 
-def built(launch: Launch) -> None:
-    """Builds one launch, into Triton's cache."""
+def built(launch: Launch) -> bool:
+    """Builds one launch, into Triton's cache; whether it could."""
     module, name, args, constants = launch
     kernel = getattr(import_module(module), name)
-    ahead.compiled(kernel.built(), args, constants, None)
+    return ahead.compiled(kernel.built(), args, constants, None)
 
 
 def process() -> int:

@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from importlib import import_module
 from typing import Any
@@ -22,10 +23,16 @@ import torch
 
 from clearway import ops
 from clearway.ops import selftest
-from clearway.ops.forks import LARGEST, key_of_triton
+from clearway.ops._allowance import cores
+from clearway.ops.forks import LARGEST, SPARE_S, key_of_triton
 
+ROUND_S = 1.0
+"""So often it looks who has ended, whatever becomes of signals."""
 READ = ("triton.experimental.gluon.language.nvidia.hopper", selftest.__name__)
 """What is read beforehand, where it is there."""
+
+
+DEVICES = ("/dev/nvidia", "/dev/dxg")
 
 
 def main(fd: int) -> int:
@@ -37,6 +44,7 @@ def main(fd: int) -> int:
             import_module(name)
     if touches_a_device():
         return 1
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the program that started this may block it
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(heard, False)
@@ -46,21 +54,25 @@ def main(fd: int) -> int:
         events.register(line, selectors.EVENT_READ)
         events.register(heard, selectors.EVENT_READ)
         line.send(json.dumps({"ready": True}).encode())
-        asked = True
+        asked, last = True, time.monotonic()
         while asked or _has_children():
-            for event, _ in events.select():
+            for event, _ in events.select(ROUND_S):
                 if event.fileobj is line:
+                    last = time.monotonic()
                     data, streams, _, _ = socket.recv_fds(line, LARGEST, 3)
                     if data:
                         line.send(json.dumps(_forked(json.loads(data), streams, line)).encode())
-                    else:  # nothing more to fork; how those end that there are is still told
-                        asked = False
-                        events.unregister(line)
+                        continue
+                    asked = False  # nothing more to fork; how those end that there are is still told
+                    events.unregister(line)
                 else:
                     with contextlib.suppress(BlockingIOError):
                         os.read(heard, 4096)
-                    for ended in _ended():
-                        line.send(json.dumps(ended).encode())
+            for ended in _ended():
+                line.send(json.dumps(ended).encode())
+            if asked and time.monotonic() - last > 2 * SPARE_S:  # somebody keeps a copy of the other end
+                asked = False
+                events.unregister(line)
     return 0
 
 
@@ -73,10 +85,10 @@ def _has_children() -> bool:
 
 
 def touches_a_device() -> bool:
-    """Whether something that was read has opened an NVIDIA device."""
+    """Whether something that was read has opened a GPU."""
     for one in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{one}").startswith("/dev/nvidia"):
+            if os.readlink(f"/proc/self/fd/{one}").startswith(DEVICES):
                 return True
     return False
 
@@ -89,7 +101,7 @@ def _forked(asked: dict[str, Any], streams: list[int], line: socket.socket) -> d
         os.setpgid(child, child)  # here too: whoever is told its number may end its group at once
     for one in streams:
         os.close(one)
-    return {"began": child}
+    return {"began": child, "number": asked["number"]}
 
 
 def _become(asked: dict[str, Any], streams: list[int], line: socket.socket) -> None:
@@ -108,9 +120,10 @@ def _become(asked: dict[str, Any], streams: list[int], line: socket.socket) -> N
         )
         os.environ.clear()
         os.environ.update(asked["environment"])
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        if threads.isdecimal() and int(threads):  # which was read when PyTorch was
-            torch.set_num_threads(int(threads))
+        with contextlib.suppress(OSError):
+            os.chdir(asked["folder"])
+        threads = os.environ.get("OMP_NUM_THREADS", "")  # read when PyTorch was: here that of another
+        torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else cores())
         code = import_module(asked["module"]).process()
     except BaseException:
         traceback.print_exc()

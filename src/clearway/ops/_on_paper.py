@@ -56,7 +56,7 @@ def work(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
         if not hasattr(os, "fork"):
             ahead.build(run, THREADS)
             return
-        for number in forks.each(ahead.taken_down(run), max(elsewhere.most() // SHARE, 1)):
+        for number, _ in forks.each(ahead.taken_down(run), max(elsewhere.most() // SHARE, 1)):
             tell({"built": number})
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from clearway.ops import forks
 from clearway.ops.forks import Child
 
+KILL_S = 10.0  # until a process that was killed is gone
 START_S = 120.0  # until its first line: starting torch on a busy machine
 COMMAND = ("-P", "-m", "clearway.ops.selftest")
 
@@ -156,7 +157,8 @@ class Worker:
                     os.killpg(self._process.pid, signal.SIGKILL)
                 else:
                     self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_S)
 
     def _note(self, line: str | None) -> None:
         if line is not None:
@@ -277,6 +279,10 @@ def _started(command: tuple[str, ...], more: dict[str, str]) -> subprocess.Popen
         env=environment,
         start_new_session=os.name == "posix",
     )
+
+
+if hasattr(os, "register_at_fork"):  # a program that forks itself leaves them to the one that started them
+    os.register_at_fork(after_in_child=_alive.clear)
 
 
 @atexit.register

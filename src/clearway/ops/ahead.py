@@ -122,7 +122,9 @@ class Gathering:
         self._left.clear()
         if new:
             try:
-                threading.Thread(target=_all, args=(new, self._threads), name="clearway-build").start()
+                threading.Thread(
+                    target=_all, args=(new, self._threads), name="clearway-build", daemon=True
+                ).start()
             except RuntimeError:  # no thread can be had
                 _all(new, 1)
 
@@ -162,7 +164,7 @@ def build(
     return len(made)
 
 
-def taken_down(run: Callable[[], Any]) -> list[Callable[[], None]]:
+def taken_down(run: Callable[[], Any]) -> list[Callable[[], bool]]:
     """What builds the kernels that `run()` launches, one each and in order, for forks."""
     made = Gathering()
     _gather(run, made)
@@ -221,14 +223,15 @@ class _Build:
         self._kernel, self._what, self.index = kernel, (jit, args, constants, index), index
         self.future, self._turn = Future[None](), threading.Lock()
 
-    def __call__(self) -> None:
-        """Builds it, once."""
+    def __call__(self) -> bool:
+        """Builds it, once; whether it could. Not for a program that is ending."""
         with self._turn:
             if not self.future.done():
                 try:
-                    compiled(*self._what)
+                    return threading.main_thread().is_alive() and compiled(*self._what)
                 finally:
                     self.future.set_result(None)
+        return True
 
     def launch(self) -> elsewhere.Launch | None:
         """What another process is told of it; None of a kernel that is nothing of a module."""
@@ -246,7 +249,7 @@ def _all(new: list[_Build], threads: int) -> None:
     left = deque(new)
     builder = elsewhere.builder() if len(new) > FEW else None
     with (
-        contextlib.suppress(RuntimeError),  # no more threads can be had
+        contextlib.suppress(Exception),  # no more threads can be had, or memory
         ThreadPoolExecutor(threads, "clearway-build") as pool,
     ):
         if builder is not None:
@@ -293,12 +296,15 @@ def _taken(left: deque[_Build]) -> Iterator[_Build]:
             yield left.popleft()
 
 
-def compiled(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> None:
-    """Builds a kernel for such arguments and such a device (None: the one there is on paper); what is wrong
-    its launch will say."""
+def compiled(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> bool:
+    """Builds a kernel for such arguments and such a device (None: the one there is on paper); whether it
+    could, and why not its launch will say."""
     with contextlib.suppress(Exception), _on(index):
         made = jit.warmup(*args, grid=(1,), **constants)
-        _ = made.run  # loads it, and builds what launches it
+        with contextlib.suppress(Exception):  # where there is no device
+            _ = made.run  # loads it, and builds what launches it
+        return True
+    return False
 
 
 def _on(index: int | None) -> Any:

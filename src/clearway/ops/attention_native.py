@@ -43,6 +43,8 @@ def refuse(
         return f"inputs are {q.dtype}; it takes float32"
     if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2]:
         return "q and k, or k and v, do not belong together"
+    if not k.shape[2]:
+        return "there are no keys"
     if max(q.shape[3], v.shape[3]) > WIDEST:
         return f"heads of {max(q.shape[3], v.shape[3])}; it takes up to {WIDEST}"
     return None

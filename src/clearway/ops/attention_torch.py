@@ -13,13 +13,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.backends import cuda as switches
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
 
+from clearway import device
 from clearway.ops import workarounds
 
 HALF = (torch.float16, torch.bfloat16)
@@ -163,31 +166,39 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 
 @contextmanager
 def only(backend: str) -> Iterator[None]:
-    """Within it PyTorch has one backend. The same switches as sdpa_kernel, at a fifth of its time."""
-    before = {name: is_on() for name, (is_on, _) in _SWITCHES.items()}
-    for name, (_, switch) in _SWITCHES.items():
-        switch(name == backend)
-    try:
-        yield
-    finally:
+    """Within it PyTorch has one backend. The same switches as sdpa_kernel, at a fifth of its time; they are
+    the process's, so one thread at a time."""
+    with device.SWITCHING:
+        before = {name: is_on() for name, (is_on, _) in _SWITCHES.items()}
         for name, (_, switch) in _SWITCHES.items():
-            switch(before[name])
+            switch(name == backend)
+        try:
+            yield
+        finally:
+            for name, (_, switch) in _SWITCHES.items():
+                switch(before[name])
 
 
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Within it PyTorch has its other backends, where the caller left it any: for a few tokens, where cuDNN
-    is no quicker and takes most of a second to make ready."""
-    is_on, switch = _SWITCHES["cudnn"]
-    others = any(on() for name, (on, _) in _SWITCHES.items() if name != "cudnn")
-    if not is_on() or not others:
-        yield
-        return
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
+class WithoutCudnn(TorchFunctionMode):
+    """Within it attention that this thread asks PyTorch for is not cuDNN's, where the caller left other
+    backends: for a few tokens, where it is no quicker and takes most of a second to make ready."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One of PyTorch's functions, as it is called."""
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        is_on, switch = _SWITCHES["cudnn"]
+        with device.SWITCHING:
+            change = is_on() and any(on() for name, (on, _) in _SWITCHES.items() if name != "cudnn")
+            if change:
+                switch(False)
+            try:
+                return function(*args, **(kwargs or {}))
+            finally:
+                if change:
+                    switch(True)
 
 
 def _alone(backend: str) -> Callable[..., Tensor]:

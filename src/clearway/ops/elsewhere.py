@@ -17,6 +17,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Builder:
             self._used = time.monotonic()
             if job.failed():
                 self.close()
-            else:
+            elif any("case" in line for line in job.lines):
                 home.write_json(_record(), FOLDER, NAME)
 
     def close(self) -> None:
@@ -117,12 +118,13 @@ def expect(kind: str) -> bool:
         if not hasattr(os, "fork") or most() < FEWEST_CORES:
             return False
         try:
-            if home.read_json(FOLDER, NAME) == _record():
+            record = _record()
+            if home.read_json(FOLDER, NAME) == record and Path(record["folder"]).is_dir():
                 return False
-        except ImportError:  # another Triton
+            forks.expect()
+            _builder = Builder()
+        except (ImportError, RuntimeError):  # another Triton, or no thread can be had
             return False
-        forks.expect()
-        _builder = Builder()
     return True
 
 
@@ -138,10 +140,11 @@ def most() -> int:
 
 
 def _record() -> dict[str, str]:
-    """What is kept of having built: where, and from which sources."""
+    """What is kept of having built: where, from which sources, for which device and by which Triton."""
     from triton import knobs
 
-    return {"folder": str(knobs.cache.dir), "sources": state.sources()}
+    folder = os.path.abspath(knobs.cache.dir)
+    return {"folder": folder, "sources": state.sources(), "identity": state.identity("cuda")}
 
 
 def _told(launches: list[Launch]) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _told(launches: list[Launch]) -> dict[str, Any]:
     return {
         "launches": base64.b64encode(pickle.dumps(launches)).decode(),
         "target": [target.backend, target.arch, target.warp_size],
-        "folder": knobs.cache.dir,
+        "folder": os.path.abspath(knobs.cache.dir),
         "most": max(most(), 1),
     }
 

@@ -9,8 +9,10 @@ believed of nothing until a process started afresh says the same. Linux only.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,13 @@ class Mother:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._answered = threading.Condition()
+        self._ready = threading.Event()
+        self._numbers = itertools.count()
+        self._asked: dict[int, Child] = {}
+        """Those that she was asked for and has not told of, by number; the others by process."""
+        self._children: dict[int, Child] = {}
+        self.gone = False
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -86,60 +96,69 @@ class Mother:
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                     start_new_session=True,
                 )
+            threading.Thread(target=self._listen, name="clearway-mother", daemon=True).start()
+            timer = threading.Timer(SPARE_S, self.close)
+            timer.daemon = True
+            timer.start()
         except BaseException:
-            self._line.close()
+            self._line.close()  # who is there to hear it ends
             raise
-        self._turn = threading.Lock()
-        self._answered = threading.Condition()
-        self._ready = threading.Event()
-        self._began: int | None = None
-        self._children: dict[int, Child] = {}
-        self._ends: dict[int, int] = {}
-        self.gone = False
-        threading.Thread(target=self._listen, name="clearway-mother", daemon=True).start()
-        timer = threading.Timer(SPARE_S, self.close)
-        timer.daemon = True
-        timer.start()
 
     def fork(self, module: str, environment: dict[str, str]) -> Child | None:
         """A process that runs `process()` of a module in such an environment; None where she cannot."""
         if not self._ready.wait(READY_S) or self.gone:
             return None
-        with self._turn, contextlib.ExitStack() as opened:
-            ours, theirs = [], []
-            for number in range(3):
-                read, write = os.pipe()
-                mine, hers = (write, read) if number == 0 else (read, write)
-                ours.append(mine)
-                theirs.append(hers)
-                opened.callback(os.close, hers)
-            child = Child((ours[0], ours[1], ours[2]))
-            asked = json.dumps({"module": module, "environment": environment}).encode()
+        with contextlib.ExitStack() as hers, contextlib.ExitStack() as mine:
+            theirs, ours = list[int](), list[int]()
             try:
-                if len(asked) > LARGEST:
-                    raise OSError("the environment is too large")
-                socket.send_fds(self._line, [asked], theirs)
-            except OSError:
-                _close(child)
+                for number in range(3):
+                    read, write = os.pipe()
+                    keep, give = (write, read) if number == 0 else (read, write)
+                    mine.callback(os.close, keep)
+                    hers.callback(os.close, give)
+                    ours.append(keep)
+                    theirs.append(give)
+            except OSError:  # no more of them can be had
                 return None
-            with self._answered:
-                self._answered.wait_for(lambda: self._began is not None or self.gone, READY_S)
-                if self._began is None:
-                    self.gone = True  # an answer that comes later would be taken for another's
-                    _close(child)
-                    return None
-                child.pid, self._began = self._began, None
-                self._children[child.pid] = child
-                if child.pid in self._ends:
-                    child.end(self._ends.pop(child.pid))
+            mine.pop_all()
+            child = Child((ours[0], ours[1], ours[2]))
+            if not self._begun(child, module, environment, theirs):
+                for stream in (child.stdin, child.stdout, child.stderr):
+                    with contextlib.suppress(OSError):
+                        stream.close()
+                return None
             return child
 
+    def _begun(self, child: Child, module: str, environment: dict[str, str], streams: list[int]) -> bool:
+        with self._answered:
+            number = next(self._numbers)
+            asked = {"number": number, "module": module, "environment": environment, "folder": _folder()}
+            data = json.dumps(asked).encode()
+            if len(data) > LARGEST or self.gone:
+                return False
+            self._asked[number] = child
+            try:
+                socket.send_fds(self._line, [data], streams)
+            except OSError:
+                del self._asked[number]
+                return False
+            self._answered.wait_for(lambda: child.pid or self.gone, READY_S)
+            if not child.pid:
+                self._asked.pop(number, None)
+            return bool(child.pid)
+
     def close(self) -> None:
-        """Ends her; what was forked from her goes on."""
+        """Lets her go; what was forked from her goes on, and she stays to tell how it ends."""
         self.gone = True
         self._ready.set()
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_WR)
+
+    def forget(self) -> None:
+        """In a fork of this program: she is the program's, and nothing is told here."""
+        self.gone = True
+        with contextlib.suppress(OSError):
+            self._line.close()
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -147,22 +166,25 @@ class Mother:
                 self._told(json.loads(data))
         with self._answered:
             self.gone = True
-            for child in self._children.values():
-                threading.Thread(target=_watched, args=(child,), daemon=True).start()
+            left = list(self._children.values())
             self._answered.notify_all()
         self._ready.set()
         self._line.close()
+        for child in left:  # she was killed
+            _watch(child)
         self._process.wait()
 
     def _told(self, said: dict[str, Any]) -> None:
         with self._answered:
             if "began" in said:
-                self._began = said["began"]
+                child = self._asked.pop(said["number"], None)
+                if child is None:  # nobody waits for it any more; its streams are closed, and it ends
+                    return
+                child.pid = said["began"]
+                self._children[child.pid] = child
             elif "ended" in said:
                 child = self._children.pop(said["ended"], None)
-                if child is None:
-                    self._ends[said["ended"]] = said["code"]
-                else:
+                if child is not None:
                     child.end(said["code"])
             self._answered.notify_all()
         if "ready" in said:
@@ -179,7 +201,7 @@ def expect() -> bool:
             return False
         try:
             _mother = Mother()
-        except (OSError, ValueError, TypeError):  # no process can be had
+        except (OSError, ValueError, TypeError, RuntimeError):  # no process, or no thread, can be had
             return False
     return True
 
@@ -202,25 +224,28 @@ def distrust() -> None:
         _mother.close()
 
 
-def each(tasks: list[Callable[[], None]], most: int) -> Iterator[int]:
-    """Runs each task in a fork of this process, `most` at once; the number of each once it has ended."""
+def each(tasks: list[Callable[[], bool]], most: int) -> Iterator[tuple[int, bool]]:
+    """Runs each task in a fork of this process, `most` at once: the number of each once it has ended, and
+    whether it said that it was done."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored nobody is told of an end
     running: dict[int, int] = {}
     for number, task in enumerate(tasks):
         if len(running) >= most:
             yield _ended(running)
         child = os.fork()
         if child == 0:
+            done = False
             with contextlib.suppress(BaseException):
-                task()
-            os._exit(0)
+                done = task()
+            os._exit(0 if done else 1)
         running[child] = number
     while running:
         yield _ended(running)
 
 
-def _ended(running: dict[int, int]) -> int:
-    child, _ = os.wait()
-    return running.pop(child)
+def _ended(running: dict[int, int]) -> tuple[int, bool]:
+    child, status = os.wait()
+    return running.pop(child), status == 0
 
 
 @functools.cache
@@ -237,20 +262,40 @@ def key_of_triton() -> None:
         _key_of_triton()
 
 
-def _close(child: Child) -> None:
-    for stream in (child.stdin, child.stdout, child.stderr):
-        with contextlib.suppress(OSError):
-            stream.close()
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep
 
 
-def _watched(child: Child) -> None:
-    """Waits for the end of one whose mother was killed: how it ended nobody tells."""
-    while child.returncode is None:
-        try:
-            at_work = Path(f"/proc/{child.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-        except (OSError, ValueError):
-            at_work = " X"
-        if at_work.split()[0] in "ZX":
-            child.end(1)
-        if child._ended.wait(0.05):
-            return
+def _watch(child: Child) -> None:
+    """Tells of the end of one whose mother was killed: how it ended nobody knows."""
+
+    def watch() -> None:
+        while child.returncode is None:
+            try:
+                state = (
+                    Path(f"/proc/{child.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+                )
+            except (OSError, ValueError, IndexError):
+                state = "X"
+            if state in "ZX":
+                child.end(1)
+            time.sleep(0.05)
+
+    threading.Thread(target=watch, name="clearway-watch", daemon=True).start()
+
+
+def _in_a_fork() -> None:
+    """A program that forks itself leaves what it started to the one that did."""
+    global _mother, _lock, _keyed
+    made, _mother = _mother, None
+    _lock, _keyed = threading.Lock(), threading.Lock()
+    if made is not None:
+        made.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
+atexit.register(distrust)

@@ -23,7 +23,7 @@ import torch
 
 from clearway import device
 from clearway.device import Device
-from clearway.ops import _allowance, state
+from clearway.ops import _allowance, forks, state
 from clearway.ops._implementation import Case, Implementation
 from clearway.ops._workers import Crew, Job, Worker
 from clearway.ops.contract import OPS
@@ -180,6 +180,13 @@ def isolated(
     else:
         try:
             worker.run(job)
+            if job.failed() and worker.forked:
+                forks.distrust()
+                worker.close()
+                worker = Worker({state.INSIDE: "1"})
+                worker.run(job)
+        except (OSError, ValueError, TypeError) as error:
+            job.end = f"could not be started ({error})"
         finally:
             worker.close()
     return _concluded(implementation, kind, job)
