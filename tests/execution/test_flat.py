@@ -372,6 +372,32 @@ def test_without_memory_weights_stay_unpacked_and_it_is_said(
     assert "were not packed: memory is short" in run.sentences("the UNet")[0]
 
 
+def test_where_memory_is_short_another_size_gives_way(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the packed weights of one size and half of another's: all of it is for the one asked for."""
+    if not packed.able(torch.float32):
+        pytest.skip("this PyTorch has no oneDNN")
+    run, first, second = flat_of(unet), given(unet), given(unet, side=12)
+    agrees(run, unet, first)
+    whole = len(run.pool.packs.held)
+
+    def room(device: Any) -> Memory:
+        return Memory(2**30, 2**30 if len(run.pool.packs.held) < whole * 3 // 2 else 2**20)
+
+    monkeypatch.setattr(packed.machine, "memory", room)
+    for count, one in enumerate((second, first, second), 1):
+        agrees(run, unet, one)
+        assert run.pool.evicted == count and len(run.pool.held) == 1 and not run.pool.packs.short
+        assert not run.sentences("the UNet")
+    with torch.no_grad():
+        next(unet.parameters()).mul_(1)  # every function goes, and their weights make room at once
+    agrees(run, unet, first)
+    assert not run.pool.packs.short
+    monkeypatch.setattr(packed.machine, "memory", lambda device: Memory(2**30, 2**20))
+    agrees(run, unet, second)  # and where that does not help, it is said
+    assert not run.pool.held or len(run.pool.held) == 1
+    assert "were not packed: memory is short" in run.sentences("the UNet")[0]
+
+
 def test_out_of_memory_while_packing_is_a_reason(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*args: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")

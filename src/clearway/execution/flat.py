@@ -12,6 +12,7 @@ give, at first, what the module gave. What cannot be recorded runs eagerly, and 
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import Counter
@@ -165,8 +166,8 @@ class Flat:
         output = _outside(output)
         numbers = [number for number, promise in enumerate(promised) if promise]
         try:
-            function = _made(program, numbers, self.pool.packs, routes)
-            made = Recorded(function, sample, routes)
+            function, taken = self.pool.fitted(program, numbers, routes)
+            made = Recorded(function, sample, taken)
             found = made(call.tensors)
         except recorded.UnrecordableError as error:
             return None, output, f"it cannot be recorded: {error}"
@@ -245,6 +246,20 @@ class Functions(Bounded[Recorded]):
         self.refused = unchanged.refuse(self.weights) or _refuse_weights(self.weights)
         self._unchanged = unchanged.Unchanged(self.weights) if self.refused is None else None
         return self._module
+
+    def fitted(
+        self, program: recorded.Program, numbers: list[int], routes: dict[str, int]
+    ) -> tuple[generated.Function, dict[str, int]]:
+        """The program as a function, and `routes` with what it decides. Where memory is short for its packed
+        weights, what is no longer used goes, then functions of other sizes."""
+        tidied = False
+        while True:
+            taken = dict(routes)
+            made = _made(program, numbers, self.packs, taken)
+            if not self.packs.short or (tidied and not self.give_way()):
+                return made, taken
+            gc.collect()  # a function and what it reads may hold each other
+            tidied = True
 
     def clear(self) -> None:
         """Drops every function and packed weight, and what is known of arguments that cannot be recorded."""
