@@ -144,7 +144,7 @@ class Bounded(Generic[T]):
         return found
 
     def give_way(self) -> bool:
-        """Drops what was used least recently, and the memory that nothing else uses; whether there was any."""
+        """Drops what was used least recently, and memory that nothing else uses; whether there was any."""
         if not self.held:
             return False
         self.held.popitem(last=False)

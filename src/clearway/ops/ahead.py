@@ -3,7 +3,7 @@
 Which variants a network launches shows only when it runs: shapes, strides and alignments decide. So it is run
 once with every launch of ours left out, and what that computes is thrown away. Each distinct launch is built
 then, by threads and, where there will be many, by another process (elsewhere.py). Not during the run: every
-operation of PyTorch lets Python's lock go and would wait for it behind the threads, so a run of 0.2 s took 4.
+operation of PyTorch lets Python's lock go and would wait for it behind the threads.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def only(backend: str) -> Iterator[None]:
 
 class WithoutCudnn(TorchFunctionMode):
     """Within it attention that this thread asks PyTorch for is not cuDNN's, where the caller left other
-    backends: for a few tokens, where it is no quicker and takes most of a second to make ready."""
+    backends: for a few tokens, for which it takes long to make ready."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

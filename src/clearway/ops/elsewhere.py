@@ -1,9 +1,9 @@
 """Kernels built by a process beside this one, where there will be many at once.
 
-Of the time that it takes to build a kernel about a quarter holds Python's lock, so in threads of one process
-some ten a second are built however many cores there are: 54 of a first picture of SDXL took five seconds.
-A process that was started when a model was read or accelerated, and forks for each, has no such bound. What
-it builds lies in Triton's cache on disk, where this process finds it; what it does not build is built here.
+Part of the time that it takes to build a kernel holds Python's lock, which bounds what threads of one process
+can do, however many cores there are. A process that was started when a model was read or accelerated, and
+forks for each kernel, has no such bound. What it builds lies in Triton's cache on disk, where this process
+finds it; what it does not build is built here.
 
 Started once, where it has built nothing into that folder before; not on systems that cannot fork, nor where
 there are few cores. It holds nothing of a device, and ends when nobody has asked it for a while.

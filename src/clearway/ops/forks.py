@@ -1,10 +1,10 @@
 """Processes forked from one that has read PyTorch already, in place of ones that each read it themselves.
 
-A first picture begins a dozen self-tests, a process each, and two that build kernels; fourteen of them that
-read PyTorch at once take five seconds of a machine of sixteen cores. Where that is to be expected the mother
-(_mother.py) is started first, and `forked` gives what stands for a `subprocess.Popen`. It gives None where
-there is no mother, where she takes too long, and once anything forked from her came to no good end, which is
-believed of nothing until a process started afresh says the same. Linux only.
+A first picture begins a dozen self-tests, a process each, and two that build kernels; reading PyTorch so many
+times at once takes seconds of every core. Where that is to be expected the mother (_mother.py) is started
+first, and `forked` gives what stands for a `subprocess.Popen`. It gives None where there is no mother, where
+she takes too long, and once anything forked from her came to no good end, which is believed of nothing until a
+process started afresh says the same. Linux only.
 """
 
 from __future__ import annotations
