@@ -347,7 +347,13 @@ def tf32(device: Device, allowed: bool) -> Iterator[None]:
 
 
 SWITCHING = threading.RLock()
-"""Held while attention's backends, which are the process's, are other than the caller's for one call."""
+"""Held while attention's backends, which are the process's, are other than the caller's for one call; and
+while the program forks, whose copy would have them so for good."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=SWITCHING.acquire, after_in_parent=SWITCHING.release, after_in_child=SWITCHING.release
+    )
 
 
 def switches() -> tuple[Any, ...]:

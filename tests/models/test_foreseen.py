@@ -130,6 +130,7 @@ def test_nothing_is_run_where_it_is_of_no_use_or_somebody_would_hear(
     with monkeypatch.context() as changed:
         changed.setattr(foreseen.machine, "memory", lambda device: Memory(2**30, 2**24))
         assert not foreseen.begin(unet, vae, 8, 8)
+    assert unet not in foreseen._seen  # and may be met again
     unet.register_to_config(encoder_hid_dim_type="text_image_proj")
     assert not foreseen.begin(unet, vae, 8, 8)
     assert not seen.begun

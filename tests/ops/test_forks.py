@@ -285,38 +285,135 @@ def test_a_program_that_forks_itself_leaves_them_to_the_first() -> None:
     assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "0 True True")
 
 
-def test_one_who_dies_as_she_answers_leaves_nobody_waiting(mother: forks.Mother) -> None:
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> tuple[forks.Mother, socket.socket]:
+    """A mother's program side, and the end of the line at which nobody is yet."""
+    line, hers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = object.__new__(forks.Mother)
+    made._line, made._answered, made._ready = line, threading.Condition(), threading.Event()
+    made._numbers, made._asked, made._children, made.gone = itertools.count(), {}, {}, False
+    made._process = subprocess.Popen([sys.executable, "-c", ""])
+    made._process.wait()
+    made._ready.set()
+    threading.Thread(target=made._listen, daemon=True).start()
+    return made, hers
+
+
+def _request(hers: socket.socket) -> int:
+    """The number of the next request; its streams are closed."""
+    data, streams, _, _ = socket.recv_fds(hers, forks.LARGEST, 3)
+    for one in streams:
+        os.close(one)
+    number: int = json.loads(data)["number"]
+    return number
+
+
+def _answer(hers: socket.socket, **said: Any) -> None:
+    hers.send(json.dumps(said).encode())
+
+
+def _shut(child: Any) -> None:
+    for stream in (child.stdin, child.stdout, child.stderr):
+        stream.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_who_dies_as_she_answers_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
     """Whichever is heard first: that a child began, or that nobody is there any more."""
-    for late in (False, True):
-        line, hers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        made = object.__new__(forks.Mother)
-        made._line, made._answered, made._ready = line, threading.Condition(), threading.Event()
-        made._numbers, made._asked, made._children, made.gone = itertools.count(), {}, {}, False
-        gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait()
-        made._process = gone
-        made._ready.set()
+    made, hers = _stand_in(monkeypatch)
 
-        def answer(line: socket.socket = hers, pid: int = gone.pid, late: bool = late) -> None:
-            data, streams, _, _ = socket.recv_fds(line, forks.LARGEST, 3)
-            for one in streams:
-                os.close(one)
-            if not late:
-                line.send(json.dumps({"began": pid, "number": json.loads(data)["number"]}).encode())
-            line.close()
+    def work() -> None:
+        number = _request(hers)
+        if not late:
+            _answer(hers, began=made._process.pid, number=number)
+        hers.close()
 
-        threads = [threading.Thread(target=one, daemon=True) for one in (answer, made._listen)]
+    threading.Thread(target=work, daemon=True).start()
+    child = made.fork("becomes", {})
+    assert (child is None) == late and made.gone
+    if child is not None:
+        assert child.wait(20) == 1
+        _shut(child)
+
+
+def test_answers_are_told_apart_by_number_and_one_too_late_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, hers = _stand_in(monkeypatch)
+    found: dict[str, Any] = {}
+    threads = [
+        threading.Thread(target=lambda name=name: found.update({name: made.fork(name, {})})) for name in "ab"
+    ]
+    numbers = []
+    for one in threads:
+        one.start()
+        numbers.append(_request(hers))
+    _answer(hers, began=71, number=numbers[1])
+    _answer(hers, began=70, number=numbers[0])
+    for one in threads:
+        one.join(20)
+    assert (found["a"].pid, found["b"].pid) == (70, 71)
+    _answer(hers, ended=71, code=-9)
+    assert found["b"].wait(20) == -9 and found["a"].poll() is None
+    _answer(hers, ended=70, code=0)
+    assert found["a"].wait(20) == 0
+    monkeypatch.setattr(forks, "READY_S", 0.05)
+    assert made.fork("c", {}) is None and made.gone  # she is asked for no more
+    _answer(hers, began=72, number=_request(hers))
+    _answer(hers, ended=72, code=0)
+    assert made.fork("d", {}) is None
+    hers.close()
+    for child in found.values():
+        _shut(child)
+
+
+def test_one_who_reads_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "READY_S", 0.2)
+    for large in (False, True):
+        made, hers = _stand_in(monkeypatch)
+        began = time.monotonic()
+        threads = [
+            threading.Thread(target=made.fork, args=("becomes", {"LONG": "x" * 100_000 * large}))
+            for _ in range(4)
+        ]
         for one in threads:
             one.start()
-        child = made.fork("becomes", {})
-        if late:
-            assert child is None
-        else:
-            assert child is not None and child.wait(20) == 1
-            child.stdin.close()
-            child.stdout.close()
-            child.stderr.close()
-        assert made.gone
+        for one in threads:
+            one.join(20)
+        assert not any(one.is_alive() for one in threads) and time.monotonic() - began < 20
+        hers.close()
+
+
+def test_a_fork_of_a_program_begins_anew_with_its_own_self_tests() -> None:
+    """What another thread held or had begun when it forked is the first one's."""
+    done = _script(
+        "import threading, time\n"
+        "from clearway import device\n"
+        "from clearway.ops import attention_torch, _workers, verdicts, elsewhere\n"
+        "from clearway.ops._workers import Crew, Job\n"
+        "began, may = threading.Event(), threading.Event()\n"
+        "def held():\n"
+        "    with attention_torch.only('math'):\n"
+        "        began.set(); may.wait(0.5)\n"
+        "class Slow:\n"
+        "    def run(self, job): time.sleep(1)\n"
+        "    def close(self): pass\n"
+        "crew = Crew(Slow)\n"
+        "crew.give(Job({}, 1.0), 1)\n"
+        "verdicts._pending['x'] = Job({}, 1.0)\n"
+        "elsewhere._builder = object()\n"
+        "before = device.switches()\n"
+        "threading.Thread(target=held).start(); began.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    crew.wait()\n"
+        "    fresh = not verdicts._pending and elsewhere._builder is None and crew.at_work == 0\n"
+        "    os._exit(0 if fresh and device.switches() == before else 1)\n"
+        "print(os.waitpid(child, 0)[1], crew.at_work, len(verdicts._pending))\n"
+        "verdicts._pending.clear(); elsewhere._builder = None\n"
+    )
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "0 1 1")
 
 
 def test_where_no_more_descriptors_can_be_had_none_is_lost(

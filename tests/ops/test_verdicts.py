@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -326,3 +327,39 @@ def test_on_a_device_all_ops_are_tested_side_by_side(fresh: Path) -> None:
     finished()
     verdict = {f"{one.op}/{one.name}": state.known(one, "cuda", torch.float16) for one in wanted}
     assert {name: str(one) for name, one in verdict.items() if one is None or not one.sound} == {}
+
+
+def test_what_a_fork_finds_wrong_is_heard_of_only_from_a_process_started_afresh(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before it agrees: whoever listens hears each case once."""
+    started: list[Any] = []
+    distrusted: list[str] = []
+
+    class Told:
+        def __init__(self, environment: Any) -> None:
+            self.forked, self.problem = not started, problems[len(started)]
+            self.closed = False
+            started.append(self)
+
+        def run(self, job: Job) -> None:
+            job.lines, job.end = [], None
+            told = {"case": "small float32", "dtype": "float32", "problem": self.problem}
+            for line in ({"started": True}, told):
+                job.lines.append(line)
+                job.on_line(line)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(verdicts, "Worker", Told)
+    monkeypatch.setattr(verdicts.forks, "distrust", lambda: distrusted.append("lost"))
+    for problems, sound in ((["", ""], True), (["wrong", ""], True), (["wrong", "wrong"], False)):
+        started.clear()
+        heard: list[Any] = []
+        found = verdicts.isolated(named("sound"), "cpu", on_line=lambda *line, to=heard: to.append(line))
+        assert found.sound is sound and all(one.closed for one in started)
+        assert len(started) == (2 if problems[0] else 1)
+        assert heard == [("small float32", problems[len(started) - 1])]
+        state.forget()
+    assert distrusted == ["lost"] * 2

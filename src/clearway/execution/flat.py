@@ -113,7 +113,7 @@ class Flat:
             return found, None, None
         if self.pool.wasted >= self.pool.limit:
             return None, None, "its arguments differ from call to call"
-        made, output, reason = self._record(call, promised)
+        made, output, reason = self._record(call, promised, key)
         if made is None:
             self.pool.failed[key] = reason or ""
             return None, output, reason
@@ -148,7 +148,9 @@ class Flat:
             for number, tensor in enumerate(tensors)
         )
 
-    def _record(self, call: Call, promised: list[bool]) -> tuple[Recorded | None, Any, str | None]:
+    def _record(
+        self, call: Call, promised: list[bool], key: Hashable
+    ) -> tuple[Recorded | None, Any, str | None]:
         device = call.tensors[0].device
         routes: dict[str, int] = {}
         limit = budget.current(device).limit_bytes
@@ -166,7 +168,7 @@ class Flat:
         output = _outside(output)
         numbers = [number for number, promise in enumerate(promised) if promise]
         try:
-            function, taken = self.pool.fitted(program, numbers, routes)
+            function, taken = self.pool.fitted(key, program, numbers, routes)
             made = Recorded(function, sample, taken)
             found = made(call.tensors)
         except recorded.UnrecordableError as error:
@@ -221,6 +223,8 @@ class Functions(Bounded[Recorded]):
     numbers: dict[int, int] = field(default_factory=dict)
     """By id, -1 for the first weight, -2 for the second, ..."""
     refused: str | None = None
+    gave: set[Hashable] = field(default_factory=set)
+    """The keys of functions that were dropped for others, where memory was short."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _module: Fingerprint | None = None
     _unchanged: unchanged.Unchanged | None = None
@@ -248,22 +252,34 @@ class Functions(Bounded[Recorded]):
         return self._module
 
     def fitted(
-        self, program: recorded.Program, numbers: list[int], routes: dict[str, int]
+        self, key: Hashable, program: recorded.Program, numbers: list[int], routes: dict[str, int]
     ) -> tuple[generated.Function, dict[str, int]]:
-        """The program as a function, and `routes` with what it decides. Where memory is short for its packed
-        weights, what is no longer used goes, then functions of other sizes."""
+        """The program as a function under `key`, and `routes` with what it decides. Where memory is short for
+        its packed weights, what is no longer used goes, then functions of other sizes."""
         tidied = False
         while True:
             taken = dict(routes)
             made = _made(program, numbers, self.packs, taken)
-            if not self.packs.short or (tidied and not self.give_way()):
+            if not self.packs.short or (tidied and not self._give_way(key)):
                 return made, taken
             gc.collect()  # a function and what it reads may hold each other
             tidied = True
 
+    def _give_way(self, key: Hashable) -> bool:
+        """Drops the function used least recently for the one under `key`; whether it did. Where nothing is
+        packed that would free nothing, and who gave way is not made room for: two sizes in turns would each
+        be packed anew at every turn."""
+        if not self.held or not self.packs.held or key in self.gave:
+            return False
+        gone, _ = self.held.popitem(last=False)
+        self.gave.add(gone)
+        self.evicted += 1
+        return True
+
     def clear(self) -> None:
         """Drops every function and packed weight, and what is known of arguments that cannot be recorded."""
         Bounded.clear(self)  # without super(): slots make the class anew
+        self.gave.clear()
         self.packs = packed.Packs()
 
 

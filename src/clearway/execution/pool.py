@@ -143,14 +143,6 @@ class Bounded(Generic[T]):
         self.held.move_to_end(key)
         return found
 
-    def give_way(self) -> bool:
-        """Drops what was used least recently, and memory that nothing else uses; whether there was any."""
-        if not self.held:
-            return False
-        self.held.popitem(last=False)
-        self.evicted += 1
-        return True
-
     def add(self, key: Hashable, one: T) -> None:
         """Keeps one, at the cost of the least recently used where there are too many."""
         self.held[key] = one

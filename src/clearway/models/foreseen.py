@@ -44,7 +44,6 @@ def begin(unet: Any, vae: Any, height: int, width: int, rows: int = 2) -> int:
             return 0
         if not all(map(_plain, (unet, vae.decoder))):
             return 0
-        _seen.add(unet)
         return _begun(unet, vae, height, width, rows)
     except Exception as error:  # the picture itself will meet it, if it is more than this run's
         if machine.is_out_of_memory(error):
@@ -59,6 +58,7 @@ def _begun(unet: Any, vae: Any, height: int, width: int, rows: int) -> int:
     given = _inputs(unet, height, width, rows)
     if given is None or machine.memory(device).available_bytes < ROOM_BYTES * rows / 2 * height * width:
         return 0
+    _seen.add(unet)
     context, call = given
     dtype = next(vae.parameters()).dtype
     latents = torch.zeros((1, vae.config.latent_channels, height, width), device=str(device), dtype=dtype)

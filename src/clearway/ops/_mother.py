@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -26,8 +26,8 @@ from clearway.ops import selftest
 from clearway.ops._allowance import cores
 from clearway.ops.forks import LARGEST, SPARE_S, key_of_triton
 
-ROUND_S = 1.0
-"""So often it looks who has ended, whatever becomes of signals."""
+ROUND_S = 0.05
+"""So often it looks who has ended."""
 READ = ("triton.experimental.gluon.language.nvidia.hopper", selftest.__name__)
 """What is read beforehand, where it is there."""
 
@@ -44,35 +44,24 @@ def main(fd: int) -> int:
             import_module(name)
     if touches_a_device():
         return 1
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the program that started this may block it
-    heard, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(heard, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
-    with socket.socket(fileno=fd) as line, selectors.DefaultSelector() as events:
-        events.register(line, selectors.EVENT_READ)
-        events.register(heard, selectors.EVENT_READ)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored nobody is told of an end
+    with socket.socket(fileno=fd) as line:
         line.send(json.dumps({"ready": True}).encode())
         asked, last = True, time.monotonic()
         while asked or _has_children():
-            for event, _ in events.select(ROUND_S):
-                if event.fileobj is line:
-                    last = time.monotonic()
-                    data, streams, _, _ = socket.recv_fds(line, LARGEST, 3)
-                    if data:
-                        line.send(json.dumps(_forked(json.loads(data), streams, line)).encode())
-                        continue
-                    asked = False  # nothing more to fork; how those end that there are is still told
-                    events.unregister(line)
-                else:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(heard, 4096)
+            if asked and select.select([line], [], [], ROUND_S)[0]:
+                last = time.monotonic()
+                data, streams, _, _ = socket.recv_fds(line, LARGEST, 3)
+                if data:
+                    line.send(json.dumps(_forked(json.loads(data), streams, line)).encode())
+                else:  # nothing more to fork; how those end that there are is still told
+                    asked = False
+            elif not asked:
+                time.sleep(ROUND_S)
             for ended in _ended():
                 line.send(json.dumps(ended).encode())
-            if asked and time.monotonic() - last > 2 * SPARE_S:  # somebody keeps a copy of the other end
+            if time.monotonic() - last > 2 * SPARE_S:  # somebody keeps a copy of the other end
                 asked = False
-                events.unregister(line)
     return 0
 
 
@@ -109,8 +98,6 @@ def _become(asked: dict[str, Any], streams: list[int], line: socket.socket) -> N
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         line.close()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)

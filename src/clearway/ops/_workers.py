@@ -34,6 +34,7 @@ START_S = 120.0  # until its first line: starting torch on a busy machine
 COMMAND = ("-P", "-m", "clearway.ops.selftest")
 
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 _ending = threading.Event()
 
 
@@ -170,6 +171,11 @@ class Crew:
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start
+        self.begin_anew()
+        _crews.add(self)
+
+    def begin_anew(self) -> None:
+        """Without workers and jobs."""
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._at_work = 0
@@ -281,8 +287,15 @@ def _started(command: tuple[str, ...], more: dict[str, str]) -> subprocess.Popen
     )
 
 
-if hasattr(os, "register_at_fork"):  # a program that forks itself leaves them to the one that started them
-    os.register_at_fork(after_in_child=_alive.clear)
+def _in_a_fork() -> None:
+    """A program that forks itself leaves them to the one that started them, and their jobs."""
+    _alive.clear()
+    for crew in list(_crews):
+        crew.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
 
 
 @atexit.register

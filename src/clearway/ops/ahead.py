@@ -221,17 +221,18 @@ class _Build:
         self, kernel: Any, jit: Any, args: list[Any], constants: dict[str, Any], index: int | None
     ) -> None:
         self._kernel, self._what, self.index = kernel, (jit, args, constants, index), index
-        self.future, self._turn = Future[None](), threading.Lock()
+        self.future, self._turn, self._built = Future[None](), threading.Lock(), False
 
     def __call__(self) -> bool:
-        """Builds it, once; whether it could. Not for a program that is ending."""
+        """Builds it, once; whether it could. Not once the main thread has ended: a program that goes on in
+        other threads then has each kernel built when it is launched."""
         with self._turn:
             if not self.future.done():
                 try:
-                    return threading.main_thread().is_alive() and compiled(*self._what)
+                    self._built = threading.main_thread().is_alive() and compiled(*self._what)
                 finally:
                     self.future.set_result(None)
-        return True
+        return self._built
 
     def launch(self) -> elsewhere.Launch | None:
         """What another process is told of it; None of a kernel that is nothing of a module."""
@@ -249,7 +250,7 @@ def _all(new: list[_Build], threads: int) -> None:
     left = deque(new)
     builder = elsewhere.builder() if len(new) > FEW else None
     with (
-        contextlib.suppress(Exception),  # no more threads can be had, or memory
+        contextlib.suppress(RuntimeError, MemoryError),  # no more threads can be had, or memory
         ThreadPoolExecutor(threads, "clearway-build") as pool,
     ):
         if builder is not None:

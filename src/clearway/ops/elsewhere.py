@@ -90,7 +90,7 @@ class Builder:
             try:
                 self._worker = Worker(ENVIRONMENT, COMMAND)
                 self._worker.run(job)
-            except (OSError, ValueError, TypeError) as error:  # no process can be had
+            except (OSError, ValueError, TypeError, RuntimeError) as error:  # no process can be had
                 job.end = str(error)
             if job.end is not None:
                 self.close()
@@ -114,10 +114,10 @@ def expect(kind: str) -> bool:
         if _expected:
             return False
         _expected = True
-        threading.Thread(target=forks.key_of_triton, daemon=True).start()
         if not hasattr(os, "fork") or most() < FEWEST_CORES:
             return False
         try:
+            threading.Thread(target=forks.key_of_triton, daemon=True).start()
             record = _record()
             if home.read_json(FOLDER, NAME) == record and Path(record["folder"]).is_dir():
                 return False
@@ -126,6 +126,16 @@ def expect(kind: str) -> bool:
         except (ImportError, RuntimeError):  # another Triton, or no thread can be had
             return False
     return True
+
+
+def _in_a_fork() -> None:
+    """A program that forks itself leaves the process to the one that started it."""
+    global _builder, _lock
+    _builder, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def builder() -> Builder | None:

@@ -3,12 +3,13 @@
 A first picture begins a dozen self-tests, a process each, and two that build kernels; reading PyTorch so many
 times at once takes seconds of every core. Where that is to be expected the mother (_mother.py) is started
 first, and `forked` gives what stands for a `subprocess.Popen`. It gives None where there is no mother, where
-she takes too long, and once anything forked from her came to no good end, which is believed of nothing until a
-process started afresh says the same. Linux only.
+she takes too long, and once anything forked from her came to no good end, which is believed of nothing until
+a process started afresh says the same. Linux only.
 """
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
 import functools
@@ -134,17 +135,19 @@ class Mother:
             number = next(self._numbers)
             asked = {"number": number, "module": module, "environment": environment, "folder": _folder()}
             data = json.dumps(asked).encode()
-            if len(data) > LARGEST or self.gone:
+            if len(data) > LARGEST:
                 return False
             self._asked[number] = child
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))]
             try:
-                socket.send_fds(self._line, [data], streams)
-            except OSError:
+                self._line.sendmsg([data], rights, socket.MSG_DONTWAIT)
+            except OSError:  # she is gone, or reads no more
                 del self._asked[number]
                 return False
             self._answered.wait_for(lambda: child.pid or self.gone, READY_S)
             if not child.pid:
                 self._asked.pop(number, None)
+                self.close()
             return bool(child.pid)
 
     def close(self) -> None:

@@ -50,6 +50,17 @@ _seconds: dict[str, float] = {}
 _waited_s = 0.0
 
 
+def _in_a_fork() -> None:
+    """A program that forks itself leaves what is under way to the one that began it."""
+    global _lock
+    _lock = threading.Lock()
+    _pending.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_fork)
+
+
 def prepare(
     ops: Iterable[str],
     kind: str,
@@ -179,11 +190,19 @@ def isolated(
         job.end = f"could not be started ({error})"
     else:
         try:
-            worker.run(job)
-            if job.failed() and worker.forked:
-                forks.distrust()
-                worker.close()
-                worker = Worker({state.INSIDE: "1"})
+            if worker.forked:  # what it finds wrong is heard of only from one started afresh
+                job.on_line = lambda line: None
+                worker.run(job)
+                job.on_line = heard
+                if not job.failed():
+                    for line in job.lines:
+                        heard(line)
+                else:
+                    forks.distrust()
+                    worker.close()
+                    worker = Worker({state.INSIDE: "1"})
+                    worker.run(job)
+            else:
                 worker.run(job)
         except (OSError, ValueError, TypeError) as error:
             job.end = f"could not be started ({error})"
