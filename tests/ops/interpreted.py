@@ -1,9 +1,8 @@
 """Runs Triton kernels under Triton's interpreter, in a process of its own: python -m ops.interpreted JOB.
 
 JOB "cases": every Triton implementation on every small case and dtype through selftest.problem, slow ones in
-float16 alone, then with
-values that are not finite; "mutants": each planted fault until a case catches it; "far": rows that begin
-beyond 2^31 elements. One JSON line a check.
+float16 alone, then with values that are not finite; "mutants": each planted fault until a case catches it;
+"far": rows that begin beyond 2^31 elements. One JSON line a check.
 """
 
 from __future__ import annotations
