@@ -16,6 +16,7 @@ from pathlib import Path
 
 from docs_candidates import candidates_page
 from docs_claims import claims_block
+from docs_first_picture import first_picture_block
 from docs_memory import memory_block
 from docs_ops import ops_page
 from docs_results import results_block, results_page
@@ -99,9 +100,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "claims": claims_block,
     "embedded-score": embedded_score,
     "memory": memory_block,
+    "first_picture": first_picture_block,
     "results": results_block,
 }
-PARTLY = ("README.md", "docs/measuring.md", "docs/memory.md", "src/clearway/models/embedded/README.md")
+PARTLY = (
+    "README.md",
+    "docs/accelerate.md",
+    "docs/measuring.md",
+    "docs/memory.md",
+    "src/clearway/models/embedded/README.md",
+)
 
 
 def with_blocks(text: str) -> str:
