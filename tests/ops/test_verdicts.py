@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clearway import home
-from clearway.ops import _allowance, discover, state, verdicts
+from clearway.ops import _allowance, _workers, discover, state, verdicts
 from clearway.ops._workers import Crew, Job
 from clearway.ops.contract import Implementation, recording
 from ops.faulty import faulty_double
@@ -329,37 +329,15 @@ def test_on_a_device_all_ops_are_tested_side_by_side(fresh: Path) -> None:
     assert {name: str(one) for name, one in verdict.items() if one is None or not one.sound} == {}
 
 
-def test_what_a_fork_finds_wrong_is_heard_of_only_from_a_process_started_afresh(
+def test_one_that_is_tested_alone_is_tested_by_a_process_started_afresh(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not before it agrees: whoever listens hears each case once."""
-    started: list[Any] = []
-    distrusted: list[str] = []
-
-    class Told:
-        def __init__(self, environment: Any) -> None:
-            self.forked, self.problem = not started, problems[len(started)]
-            self.closed = False
-            started.append(self)
-
-        def run(self, job: Job) -> None:
-            job.lines, job.end = [], None
-            told = {"case": "small float32", "dtype": "float32", "problem": self.problem}
-            for line in ({"started": True}, told):
-                job.lines.append(line)
-                job.on_line(line)
-
-        def close(self) -> None:
-            self.closed = True
-
-    monkeypatch.setattr(verdicts, "Worker", Told)
-    monkeypatch.setattr(verdicts.forks, "distrust", lambda: distrusted.append("lost"))
-    for problems, sound in ((["", ""], True), (["wrong", ""], True), (["wrong", "wrong"], False)):
-        started.clear()
-        heard: list[Any] = []
-        found = verdicts.isolated(named("sound"), "cpu", on_line=lambda *line, to=heard: to.append(line))
-        assert found.sound is sound and all(one.closed for one in started)
-        assert len(started) == (2 if problems[0] else 1)
-        assert heard == [("small float32", problems[len(started) - 1])]
-        state.forget()
-    assert distrusted == ["lost"] * 2
+    """What a fork finds wrong is never believed, nor heard of."""
+    asked: list[str] = []
+    monkeypatch.setattr(_workers.forks, "forked", lambda module, environment: asked.append(module))
+    heard: list[Any] = []
+    found = verdicts.isolated(named("sound"), "cpu", on_line=lambda *line: heard.append(line))
+    assert found.sound and heard and not asked
+    worker = _workers.Worker()  # as others are: she is asked first
+    worker.close()
+    assert asked == ["clearway.ops.selftest"]

@@ -128,12 +128,11 @@ def _layer(encoder: Any, family: str, clip_skip: int) -> dict[str, Any]:
 def read(encoder: Any, ids: Tensor, *, last: int, normed: bool) -> tuple[Tensor, Tensor | None]:
     """What is wanted of a text encoder's outputs, so that a captured graph keeps no more: hidden state number
     `last` from the end (1, L, D), through the final norm or not, and the projection (1, P) if it has one."""
-    if last == 1 and normed:
-        with WithoutCudnn() if ids.is_cuda else nullcontext():
-            output = encoder(ids)
-        return output.last_hidden_state, getattr(output, "text_embeds", None)
+    ends = last == 1 and normed
     with WithoutCudnn() if ids.is_cuda else nullcontext():
-        output = encoder(ids, output_hidden_states=True)
+        output = encoder(ids) if ends else encoder(ids, output_hidden_states=True)
+    if ends:
+        return output.last_hidden_state, getattr(output, "text_embeds", None)
     hidden = output.hidden_states[-last]
     if normed:
         hidden = getattr(encoder, "text_model", encoder).final_layer_norm(hidden)

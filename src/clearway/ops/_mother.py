@@ -21,27 +21,19 @@ from typing import Any
 
 import torch
 
-from clearway import ops
-from clearway.ops import selftest
+from clearway.ops import _builders
 from clearway.ops._allowance import cores
-from clearway.ops.forks import LARGEST, SPARE_S, key_of_triton
+from clearway.ops.forks import LARGEST, SPARE_S
 
 ROUND_S = 0.05
 """So often it looks who has ended."""
-READ = ("triton.experimental.gluon.language.nvidia.hopper", selftest.__name__)
-"""What is read beforehand, where it is there."""
-
-
 DEVICES = ("/dev/nvidia", "/dev/dxg")
+"""How the names of GPUs' files begin; the latter within Windows."""
 
 
 def main(fd: int) -> int:
     """Serves the socket until its other end is closed and all have ended that were forked."""
-    ops.discover()
-    key_of_triton()
-    for name in READ:
-        with contextlib.suppress(ImportError):
-            import_module(name)
+    _builders.get_ready()
     if touches_a_device():
         return 1
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored nobody is told of an end

@@ -23,7 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from clearway.ops import forks
@@ -63,17 +62,20 @@ class Job:
 
 
 class Worker:
-    """One process that takes jobs, of `command` (None: self-tests). OSError, ValueError or TypeError where it
-    cannot be started."""
+    """One process that takes jobs, of `command` (None: self-tests), with `afresh` never a fork of another.
+    OSError, ValueError or TypeError where it cannot be started."""
 
     def __init__(
-        self, environment: dict[str, str] | None = None, command: tuple[str, ...] | None = None
+        self,
+        environment: dict[str, str] | None = None,
+        command: tuple[str, ...] | None = None,
+        afresh: bool = False,
     ) -> None:
         if _ending.is_set():
             raise OSError("the program is ending")
         self.jobs = 0
         self._began = False
-        self._process = _started(command or COMMAND, environment or {})
+        self._process = _started(command or COMMAND, environment or {}, afresh)
         _alive.add(self)
         self._said: queue.Queue[str | None] = queue.Queue()
         self._errors: deque[str] = deque(maxlen=50)
@@ -154,7 +156,7 @@ class Worker:
     def _kill(self) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
-                if os.name == "posix":
+                if os.name == "posix" or isinstance(self._process, Child):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 else:
                     self._process.kill()
@@ -266,12 +268,11 @@ class Crew:
         return worker
 
 
-def _started(command: tuple[str, ...], more: dict[str, str]) -> subprocess.Popen[str] | Child:
-    """A process of Python in this environment and `more`: forked, where that can be, or started afresh."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **more, "PYTHONPATH": path}
-    if command[:-1] == ("-P", "-m"):
+def _started(command: tuple[str, ...], more: dict[str, str], afresh: bool) -> subprocess.Popen[str] | Child:
+    """A process of Python in this environment and `more`: forked, where that can and may be, or started
+    afresh."""
+    environment = forks.environment(more)
+    if not afresh and command[:-1] == ("-P", "-m"):
         child = forks.forked(command[-1], environment)
         if child is not None:
             return child

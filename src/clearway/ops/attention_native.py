@@ -25,7 +25,7 @@ QUICKER_CAPABILITY, QUICKER_SIZE, QUICKER_SCORES = ("AVX2", "AVX512"), 80, 64 * 
 """Preferred on such processors, in heads up to this size and from so many scores a head on. float32, torch
 2.13.0+cpu, two threads, 2026-12-01, ms, sdpa and native. AMD EPYC, AVX2: 2x4x1024x1024x16 11.5, 6.5;
 2x4x1024x77x16 1.13, 0.61; 2x4x64x64x24 0.088, 0.085; 2x8x1024x1024x40 35.5, 22.8; 2x8x256x256x80 5.4, 3.7.
-Intel Xeon, AVX-512: 3.2, 2.1; 0.69, 0.25; 0.035, 0.036; 11.6, 8.8; 1.27, 1.20
+Intel Xeon, AVX-512: 2.9, 2.0; 0.64, 0.23; 0.033, 0.034; 10.3, 8.3; 1.11, 1.10
 (bench/results/<machine>/attention_cpu.jsonl)."""
 
 _library = torch.library.Library("clearway", "FRAGMENT")  # type: ignore[no-untyped-call]

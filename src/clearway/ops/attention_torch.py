@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -165,18 +165,28 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 
 
 @contextmanager
-def only(backend: str) -> Iterator[None]:
-    """Within it PyTorch has one backend. The same switches as sdpa_kernel, at a fifth of its time; they are
-    the process's, so one thread at a time."""
+def switched(choose: Callable[[dict[str, bool]], dict[str, bool]]) -> Iterator[None]:
+    """Within it PyTorch has those backends that `choose` makes, by name, of the ones that are on. The same
+    switches as sdpa_kernel, at a fifth of its time; they are the process's, so one thread at a time."""
     with device.SWITCHING:
         before = {name: is_on() for name, (is_on, _) in _SWITCHES.items()}
-        for name, (_, switch) in _SWITCHES.items():
-            switch(name == backend)
+        for name, on in choose(before).items():
+            _SWITCHES[name][1](on)
         try:
             yield
         finally:
             for name, (_, switch) in _SWITCHES.items():
                 switch(before[name])
+
+
+def only(backend: str) -> AbstractContextManager[None]:
+    """Within it PyTorch has one backend."""
+    return switched(lambda on: {name: name == backend for name in on})
+
+
+def _without_cudnn(on: dict[str, bool]) -> dict[str, bool]:
+    others = any(on[name] for name in on if name != "cudnn")
+    return {**on, "cudnn": on["cudnn"] and not others}
 
 
 class WithoutCudnn(TorchFunctionMode):
@@ -189,16 +199,8 @@ class WithoutCudnn(TorchFunctionMode):
         """One of PyTorch's functions, as it is called."""
         if function is not F.scaled_dot_product_attention or torch.compiler.is_compiling():
             return function(*args, **(kwargs or {}))
-        is_on, switch = _SWITCHES["cudnn"]
-        with device.SWITCHING:
-            change = is_on() and any(on() for name, (on, _) in _SWITCHES.items() if name != "cudnn")
-            if change:
-                switch(False)
-            try:
-                return function(*args, **(kwargs or {}))
-            finally:
-                if change:
-                    switch(True)
+        with switched(_without_cudnn):
+            return function(*args, **(kwargs or {}))
 
 
 def _alone(backend: str) -> Callable[..., Tensor]:

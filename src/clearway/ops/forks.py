@@ -55,11 +55,6 @@ class Child:
             self.returncode = code
         self._ended.set()
 
-    def kill(self) -> None:
-        """Ends it and what it started."""
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
-
     def poll(self) -> int | None:
         """How it ended; None while it is at work."""
         return self.returncode
@@ -77,8 +72,6 @@ class Mother:
 
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._answered = threading.Condition()
         self._ready = threading.Event()
         self._numbers = itertools.count()
@@ -94,7 +87,7 @@ class Mother:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    env=environment({"OMP_NUM_THREADS": "1"}),
                     start_new_session=True,
                 )
             threading.Thread(target=self._listen, name="clearway-mother", daemon=True).start()
@@ -213,7 +206,7 @@ def forked(module: str, environment: dict[str, str]) -> Child | None:
     """A process forked from the mother that runs `process()` of `module`; None where there is none to be
     had so."""
     made = _mother
-    return made.fork(module, environment) if made is not None and there() else None
+    return None if made is None else made.fork(module, environment)
 
 
 def there() -> bool:
@@ -225,6 +218,13 @@ def distrust() -> None:
     """From now on nothing is forked any more."""
     if _mother is not None:
         _mother.close()
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    """This program's environment with `more`, for a process that is to find this package."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, **more, "PYTHONPATH": path}
 
 
 def each(tasks: list[Callable[[], bool]], most: int) -> Iterator[tuple[int, bool]]:

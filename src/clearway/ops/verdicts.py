@@ -23,7 +23,7 @@ import torch
 
 from clearway import device
 from clearway.device import Device
-from clearway.ops import _allowance, forks, state
+from clearway.ops import _allowance, state
 from clearway.ops._implementation import Case, Implementation
 from clearway.ops._workers import Crew, Job, Worker
 from clearway.ops.contract import OPS
@@ -185,27 +185,12 @@ def isolated(
     content = _content(implementation, kind, dtype, shape, every_case)
     job = Job(content, SILENCE_S if limit_s is None else limit_s, heard)
     try:
-        worker = Worker({state.INSIDE: "1"})
+        worker = Worker({state.INSIDE: "1"}, afresh=True)
     except (OSError, ValueError, TypeError) as error:
         job.end = f"could not be started ({error})"
     else:
         try:
-            if worker.forked:  # what it finds wrong is heard of only from one started afresh
-                job.on_line = lambda line: None
-                worker.run(job)
-                job.on_line = heard
-                if not job.failed():
-                    for line in job.lines:
-                        heard(line)
-                else:
-                    forks.distrust()
-                    worker.close()
-                    worker = Worker({state.INSIDE: "1"})
-                    worker.run(job)
-            else:
-                worker.run(job)
-        except (OSError, ValueError, TypeError) as error:
-            job.end = f"could not be started ({error})"
+            worker.run(job)
         finally:
             worker.close()
     return _concluded(implementation, kind, job)
