@@ -331,10 +331,12 @@ def test_one_who_dies_as_she_answers_leaves_nobody_waiting(
 
     threading.Thread(target=work, daemon=True).start()
     child = made.fork("becomes", {})
-    assert (child is None) == late and made.gone
-    if child is not None:
-        assert child.wait(20) == 1
+    assert (child is None) == late
+    if child is not None:  # she may be heard to be gone later
+        ended = child.wait(20)
         _shut(child)
+        assert ended == 1
+    assert made.gone
 
 
 def test_answers_are_told_apart_by_number_and_one_too_late_is_nobodys(
@@ -397,7 +399,7 @@ def test_a_fork_of_a_program_begins_anew_with_its_own_self_tests() -> None:
         "    with attention_torch.only('math'):\n"
         "        began.set(); may.wait(0.5)\n"
         "class Slow:\n"
-        "    def run(self, job): time.sleep(1)\n"
+        "    def run(self, job): time.sleep(30)\n"
         "    def close(self): pass\n"
         "crew = Crew(Slow)\n"
         "crew.give(Job({}, 1.0), 1)\n"
