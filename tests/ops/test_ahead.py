@@ -24,6 +24,7 @@ class Jit:
         self.built: list[tuple[Any, ...]] = []
         self.threads: set[str] = set()
         self.device_caches = Counter[Any]()
+        self.loaded = 0
 
     def warmup(self, *args: Any, grid: Any, **constants: Any) -> Any:
         self.threads.add(threading.current_thread().name)
@@ -36,6 +37,7 @@ class Jit:
 
     @property
     def run(self) -> Any:
+        self.loaded += 1
         return self.built.append
 
     def __getitem__(self, grid: Any) -> Any:
@@ -200,6 +202,26 @@ def test_counts_share_a_variant() -> None:
 
 def _rows(x: Any, rows: int, width: int) -> None:
     """Only its arguments' names matter."""
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_one_of_those_that_are_launched_by_the_same_function_builds_it(counted: bool) -> None:
+    kernel = Kernel(lambda x, n, f, b: None, counts=("n",) if counted else ())
+    kernel._built = jit = Jit()
+    x = torch.zeros(64, dtype=torch.float16)
+    alike = [((x, 640), 128), ((x, 640), 256), ((x[1:], 640), 128), ((x, 641), 128)]
+    others = [((x.float(), 640), 128), ((x, 2**31), 128), ((x, 640, 0.5), 128), ((x, 640, None), 128)]
+    one = ((x, 1), 128)  # a constant to Triton, unless it counts
+
+    def run() -> None:
+        for args, block in (*alike, *others, one):
+            kernel.launch((1,), *args, BLOCK=block)
+
+    builds = ahead.taken_down(run)
+    assert all(build() for build in builds)
+    firsts, rest = (5, 2) if counted else (6, 3)
+    assert (jit.loaded, len(jit.built)) == (firsts, firsts + rest)
+    assert [build.args[0] for build in builds] == [True] * firsts + [False] * rest  # type: ignore[attr-defined]
 
 
 @pytest.mark.cuda

@@ -76,6 +76,7 @@ def test_every_kernel_is_built_here_once_whatever_the_process_does(
         (asked,) = builder.asked
         assert {one[:2] for one in asked} == {(__name__, "HERE")} and len(asked) == 9
         assert sorted(one[3]["BLOCK"] for one in asked) == list(range(9))
+        assert [one[4] for one in asked] == [True, *[False] * 8]  # alike but for a constant
 
 
 @pytest.mark.parametrize("more", [0, 1, 3])

@@ -135,6 +135,11 @@ class Pipeline:
             close=self.compiled.close,
         )
 
+    def pipe(self) -> Any:
+        """The pipeline itself, with the scenario's scheduler in it."""
+        self._make()
+        return self._pipe
+
     def settle(self) -> None:
         """Forgets what ran so far, and why: graphs are captured in the first calls."""
         self.png_s.clear()

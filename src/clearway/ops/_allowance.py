@@ -16,7 +16,9 @@ from contextvars import ContextVar
 from clearway import device
 from clearway.device import Device
 
-MOST = 12  # workers at once
+MOST = 8
+"""Workers at once. A driver makes their contexts one after the other: with twelve the last was ready later
+than eight were done with their first."""
 CASES_BYTES = 2**28  # what the small cases may take: a worker's allocator is kept to it
 WORKER_BYTES = device.CONTEXT_BYTES + CASES_BYTES
 """What a worker takes of a GPU at most: its context and its cases."""

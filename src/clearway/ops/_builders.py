@@ -48,9 +48,9 @@ def get_ready() -> None:
 
 def built(launch: Launch) -> bool:
     """Builds one launch, into Triton's cache; whether it could."""
-    module, name, args, constants = launch
+    module, name, args, constants, loaded = launch
     kernel = getattr(import_module(module), name)
-    return ahead.compiled(kernel.built(), args, constants, None)
+    return ahead.compiled(kernel.built(), args, constants, None, loaded)
 
 
 def process() -> int:

@@ -2,7 +2,7 @@
 
 It is told over a socket what to become, with the three streams of it, and says over the same socket under
 which number it began and how it ended: see forks.py. It never touches a device, since nothing forked from a
-process that has may use one.
+process that has may use one. Everybody waits for it to be ready.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from importlib import import_module
 from typing import Any
 
-import torch
-
-from clearway.ops import _builders
-from clearway.ops._allowance import cores
+from clearway.ops import forks
 from clearway.ops.forks import LARGEST, SPARE_S
 
 ROUND_S = 0.05
@@ -33,7 +31,7 @@ DEVICES = ("/dev/nvidia", "/dev/dxg")
 
 def main(fd: int) -> int:
     """Serves the socket until its other end is closed and all have ended that were forked."""
-    _builders.get_ready()
+    read()
     if touches_a_device():
         return 1
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored nobody is told of an end
@@ -55,6 +53,16 @@ def main(fd: int) -> int:
             if time.monotonic() - last > 2 * SPARE_S:  # somebody keeps a copy of the other end
                 asked = False
     return 0
+
+
+def read() -> None:
+    """Reads PyTorch, Triton and the ops. Triton's key, a digest of a large file, is computed meanwhile."""
+    key = threading.Thread(target=forks.key_of_triton)
+    key.start()
+    from clearway.ops import _builders
+
+    _builders.get_ready()
+    key.join()  # nothing is forked from a process of several threads
 
 
 def _has_children() -> bool:
@@ -101,6 +109,10 @@ def _become(asked: dict[str, Any], streams: list[int], line: socket.socket) -> N
         os.environ.update(asked["environment"])
         with contextlib.suppress(OSError):
             os.chdir(asked["folder"])
+        import torch
+
+        from clearway.ops._allowance import cores
+
         threads = os.environ.get("OMP_NUM_THREADS", "")  # read when PyTorch was: here that of another
         torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else cores())
         code = import_module(asked["module"]).process()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ class Gathering:
         """Whether somebody else builds what is added now: it is not built here, now or later."""
         self._threads = threads or max(min(cores(), MOST), 2)
         self._seen: set[Any] = set()
+        self._launchers: set[Any] = set()
         self._left: list[tuple[Any, _Build]] = []
         self._waited: list[Future[None]] = []
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -100,6 +102,9 @@ class Gathering:
             jit = kernel.built()
             _ = jit.cache_key, jit.device_caches[self._index]  # made here, once: threads would make several
             what = _Build(kernel, jit, [_like(arg) for arg in args], constants, self._index)
+            launcher = kernel, tuple(map(_launched, signs))
+            what.first = launcher not in self._launchers
+            self._launchers.add(launcher)
             self._left.append(((jit, self._index, *key[1:]), what))
 
     def note(self, op: str, args: tuple[Any, ...]) -> None:
@@ -165,10 +170,11 @@ def build(
 
 
 def taken_down(run: Callable[[], Any]) -> list[Callable[[], bool]]:
-    """What builds the kernels that `run()` launches, one each and in order, for forks."""
+    """What builds the kernels that `run()` launches, one each, for forks; those that build what launches
+    others too come first."""
     made = Gathering()
     _gather(run, made)
-    return [one for _, one in made._left]
+    return [partial(one, one.first) for _, one in sorted(made._left, key=lambda left: not left[1].first)]
 
 
 def begin(run: Callable[[], Any]) -> int:
@@ -208,6 +214,13 @@ def _sign(arg: Any, counts: bool = False) -> Any:
     return type(arg) if isinstance(arg, float) else arg
 
 
+def _launched(sign: Any) -> Any:
+    """What of a sign decides which C function launches a kernel: not where an argument lies."""
+    if not isinstance(sign, tuple):
+        return sign
+    return sign[:2] + sign[3:] if sign[0] is int else sign[0] if isinstance(sign[1], bool) else sign
+
+
 def _like(arg: Any) -> Any:
     if isinstance(arg, Described):
         return arg.made(Like(arg.tensor))
@@ -222,14 +235,16 @@ class _Build:
     ) -> None:
         self._kernel, self._what, self.index = kernel, (jit, args, constants, index), index
         self.future, self._turn, self._built = Future[None](), threading.Lock(), False
+        self.first = True
+        """Whether it is the first of those that are launched by the same C function."""
 
-    def __call__(self) -> bool:
+    def __call__(self, loaded: bool = True) -> bool:
         """Builds it, once; whether it could. Not once the main thread has ended: a program that goes on in
-        other threads then has each kernel built when it is launched."""
+        other threads then has each kernel built when it is launched. `loaded`: see `compiled`."""
         with self._turn:
             if not self.future.done():
                 try:
-                    self._built = threading.main_thread().is_alive() and compiled(*self._what)
+                    self._built = threading.main_thread().is_alive() and compiled(*self._what, loaded)
                 finally:
                     self.future.set_result(None)
         return self._built
@@ -240,7 +255,7 @@ class _Build:
         module = self._kernel.function.__module__
         there = vars(sys.modules.get(module, type)).items()
         name = next((name for name, value in there if value is self._kernel), None)
-        return None if name is None else (module, name, args, constants)
+        return None if name is None else (module, name, args, constants, self.first)
 
 
 def _all(new: list[_Build], threads: int) -> None:
@@ -268,7 +283,7 @@ def _all(new: list[_Build], threads: int) -> None:
 def _asked(builder: elsewhere.Builder, taken: list[_Build], pool: ThreadPoolExecutor) -> None:
     """Has the process build them, and threads read each that is done and build what it does not."""
     told = {number: launch for number, one in enumerate(taken) if (launch := one.launch()) is not None}
-    numbers, done = list(told), set[int]()
+    numbers, done = sorted(told, key=lambda number: not taken[number].first), set[int]()
 
     def read(number: int) -> None:
         if number not in done and number < len(taken):
@@ -276,7 +291,7 @@ def _asked(builder: elsewhere.Builder, taken: list[_Build], pool: ThreadPoolExec
             pool.submit(taken[number])
 
     with contextlib.suppress(Exception), _on(taken[0].index):  # what cannot be told, say
-        builder.build(list(told.values()), lambda place: read(numbers[place]))
+        builder.build([told[number] for number in numbers], lambda place: read(numbers[place]))
     for number in range(len(taken)):
         read(number)
 
@@ -297,13 +312,17 @@ def _taken(left: deque[_Build]) -> Iterator[_Build]:
             yield left.popleft()
 
 
-def compiled(jit: Any, args: list[Any], constants: dict[str, Any], index: int | None) -> bool:
+def compiled(
+    jit: Any, args: list[Any], constants: dict[str, Any], index: int | None, loaded: bool = True
+) -> bool:
     """Builds a kernel for such arguments and such a device (None: the one there is on paper); whether it
-    could, and why not its launch will say."""
+    could, and why not its launch will say. `loaded` has a C compiler build what launches it too, which takes
+    as long as the kernel, and which kernels that differ by constants and alignment share."""
     with contextlib.suppress(Exception), _on(index):
         made = jit.warmup(*args, grid=(1,), **constants)
-        with contextlib.suppress(Exception):  # where there is no device
-            _ = made.run  # loads it, and builds what launches it
+        if loaded:
+            with contextlib.suppress(Exception):  # where there is no device
+                _ = made.run
         return True
     return False
 

@@ -28,8 +28,9 @@ from clearway.ops import forks, state
 from clearway.ops._allowance import cores
 from clearway.ops._workers import Job, Worker
 
-Launch = tuple[str, str, list[Any], dict[str, Any]]
-"""Module and name of a kernel, the arguments it is built for, and its constants."""
+Launch = tuple[str, str, list[Any], dict[str, Any], bool]
+"""Module and name of a kernel, the arguments it is built for, its constants, and whether what launches it is
+to be built too."""
 COMMAND = ("-P", "-m", "clearway.ops._builders")
 ENVIRONMENT = {state.INSIDE: "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 FOLDER, NAME = "kernels", "built.json"
