@@ -6,14 +6,16 @@ Each run is a process of its own with folders of its own for verdicts and for ev
 (Clearway's, Triton's, Inductor's, the driver's), empty at first. Weights are random, at real sizes; reading
 them is timed apart and not counted. Then seconds of wall time, from the request to the PNG's bytes: the first
 picture, a warm one, the first of another size, a warm one of that; between sizes `--pause-s` leaves time in
-which kernels of others are built. `begun` says when self-tests began: "at
-load", as clearway.load begins them while it reads weights, or "at generate", with nothing beforehand. With
-`caches` "full" the run is another process on the same folders.
+which kernels of others are built. `begun` says when self-tests began: "at load", as clearway.load begins them
+while it reads weights; "at generate", with nothing beforehand; "by accelerate", where the pictures are those
+of a Diffusers pipeline and the first one's seconds begin with `clearway.accelerate(pipeline)` (`accelerate_s`
+of them). With `caches` "full" the run is another process on the same folders.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
@@ -32,7 +34,7 @@ SIZES = {
     "tiny-sdxl": ((64, 64), (96, 64), (64, 96)),
     "tiny-sd15": ((64, 64), (96, 64), (64, 96)),
 }
-BEGUN = ("at load", "at generate")
+BEGUN = ("at load", "at generate", "by accelerate")
 CACHES = {
     "CLEARWAY_HOME": "clearway",
     "TRITON_CACHE_DIR": "triton",
@@ -54,6 +56,7 @@ def child(
     """One run in this process; prints its line."""
     import torch
 
+    import clearway
     from clearway import device as machine
     from clearway.execution.cuda_graph import CudaGraph
     from clearway.measure.provenance import provenance
@@ -91,19 +94,26 @@ def child(
     if begun == "at load":
         _checks.begin_loading(device, precision)
     model = random_model(name, device, precision)
+    pipe = pipeline(model, steps) if begun == BEGUN[2] else None
     machine.synchronize(device)
     loaded_s = time.perf_counter() - start
-    pictures = {}
+    pictures, accelerate_s = {}, 0.0
+    before = spent()
+    if pipe is not None:
+        start = time.perf_counter()
+        clearway.accelerate(pipe)
+        accelerate_s = time.perf_counter() - start
     for number, (width, height) in enumerate(SIZES[name]):
         time.sleep(pause_s if number else 0.0)
-        before = spent()
-        first = picture(model, width, height, steps)
+        before = spent() if number else before
+        first = picture(pipe or model, width, height, steps)
         after = spent()
-        again = [picture(model, width, height, steps)["seconds"] for _ in range(warm)]
-        line = {"width": width, "height": height, "first_s": first["seconds"]}
+        again = [picture(pipe or model, width, height, steps)["seconds"] for _ in range(warm)]
+        seconds = first["seconds"] + (0.0 if number else accelerate_s)
+        line = {"width": width, "height": height, "first_s": round(seconds, 3)}
         line |= {key: round(after[key] - before[key], 3) for key in after}
         line["warm_s"] = round(statistics.median(again), 3) if again else None
-        line["over_warm_s"] = round(first["seconds"] - line["warm_s"], 3) if again else None
+        line["over_warm_s"] = round(seconds - line["warm_s"], 3) if again else None
         line |= {key: first[key] for key in ("stages_ms", "routes", "notes")}
         pictures[("first", "another size", "a third size")[number]] = line
     content = {
@@ -114,6 +124,7 @@ def child(
         "pause_s": pause_s,
         "imported_s": round(imported_s, 3),
         "loaded_s": round(loaded_s, 3),
+        "accelerate_s": round(accelerate_s, 3),
         "pictures": pictures,
         "self_tests_s": verdicts.times()["checks_s"],
         "not_used": list(state.losses()),
@@ -124,32 +135,41 @@ def child(
     print(json.dumps(content, ensure_ascii=False), flush=True)
 
 
-def picture(model: Any, width: int, height: int, steps: int) -> dict[str, Any]:
-    """One picture from words to a PNG's bytes, on the clock."""
-    from clearway import Request, generate
-    from clearway import device as machine
-    from clearway.image import encode
+def pipeline(model: Any, steps: int) -> Any:
+    """Diffusers' own pipeline over a model's weights, Euler's scheduler in it."""
+    from clearway.measure import scenario
+    from clearway.measure.compiled import Compiled
+    from clearway.measure.diffusers_arms import Pipeline
 
-    request = Request(
-        prompt="a red apple on a wooden table",
-        negative_prompt="blurry",
-        width=width,
-        height=height,
-        steps=steps,
-        sampler="Euler",
-        cfg_scale=7.0,
-        seed=1,
-    )
-    machine.synchronize(model.device)
+    return Pipeline(replace(scenario.find("sdxl-30"), steps=steps), model, Compiled()).pipe()
+
+
+def picture(model: Any, width: int, height: int, steps: int) -> dict[str, Any]:
+    """One picture of a model or of a pipeline, from words to a PNG's bytes, on the clock."""
+    import torch
+
+    from clearway import Request, Result, generate
+    from clearway.image import encode
+    from clearway.models import Model
+
+    asked: dict[str, Any] = {"prompt": "a red apple on a wooden table", "negative_prompt": "blurry"}
+    asked |= {"width": width, "height": height}
+    result: Result | None = None
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
     start = time.perf_counter()
-    result = generate(request, model)
-    encode(result.images[0], "PNG", result.infotexts[0])
+    if isinstance(model, Model):
+        request = Request(**asked, steps=steps, sampler="Euler", cfg_scale=7.0, seed=1)
+        result = generate(request, model)
+        encode(result.images[0], "PNG", result.infotexts[0])
+    else:
+        drawn = model(**asked, num_inference_steps=steps, guidance_scale=7.0, generator=torch.manual_seed(1))
+        drawn.images[0].save(io.BytesIO(), "PNG")
     seconds = time.perf_counter() - start
     return {
         "seconds": round(seconds, 3),
-        "stages_ms": {stage: round(ms, 1) for stage, ms in result.timings_ms.items()},
-        "routes": dict(result.routes),
-        "notes": list(result.notes),
+        "stages_ms": {stage: round(ms, 1) for stage, ms in result.timings_ms.items()} if result else {},
+        "routes": dict(result.routes) if result else {},
+        "notes": list(result.notes) if result else [],
     }
 
 
