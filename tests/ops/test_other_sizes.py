@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from clearway.ops import _on_paper, ahead, layer_norm, other_sizes
+from clearway.ops import _on_paper, _triton, ahead, layer_norm, other_sizes
 from clearway.ops._workers import Job, Worker
 from clearway.ops.ahead import Shaped
 
@@ -120,7 +120,7 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     monkeypatch.setattr(other_sizes, "_begun", set())
     monkeypatch.setattr(other_sizes, "_crew", SimpleNamespace(give=give))
     monkeypatch.setattr(other_sizes, "_folder", lambda: folder)
-    monkeypatch.setattr(other_sizes._triton, "absent", lambda: None)
+    monkeypatch.setattr(_triton, "absent", lambda: None)
     monkeypatch.setattr(other_sizes.state, "identity", lambda kind: "a GPU")
     monkeypatch.setattr(other_sizes, "_job", _told)
     return jobs
@@ -132,7 +132,8 @@ def _told(base: Any, sizes: Any, calls: ahead.Calls, index: int) -> dict[str, An
 
 
 def _input(height: int, width: int, cuda: bool = True) -> Any:
-    return SimpleNamespace(dim=lambda: 4, is_cuda=cuda, shape=(2, 4, height, width), get_device=lambda: 0)
+    where = torch.device("cuda" if cuda else "cpu")
+    return SimpleNamespace(dim=lambda: 4, device=where, shape=(2, 4, height, width), get_device=lambda: 0)
 
 
 def _calls(*shapes: tuple[int, ...]) -> ahead.Calls:
@@ -176,7 +177,7 @@ def test_nothing_is_begun_where_it_is_off_or_of_no_use(
         changed.setenv(other_sizes.VARIABLE, "0")
         assert not other_sizes.begin([_input(128, 128)], calls)
     with monkeypatch.context() as changed:
-        changed.setattr(other_sizes._triton, "absent", lambda: "triton is not installed")
+        changed.setattr(_triton, "absent", lambda: "triton is not installed")
         assert not other_sizes.begin([_input(128, 128)], calls)
     with monkeypatch.context() as changed:
         changed.setenv(other_sizes.state.INSIDE, "1")
@@ -259,7 +260,7 @@ def test_none_is_started_where_it_is_off_or_cannot_be(
         changed.setenv(other_sizes.VARIABLE, "0")
         assert not other_sizes.expect("cuda")
     with monkeypatch.context() as changed:
-        changed.setattr(other_sizes._triton, "absent", lambda: "triton is not installed")
+        changed.setattr(_triton, "absent", lambda: "triton is not installed")
         assert not other_sizes.expect("cuda")
 
     def fails(*args: Any) -> None:

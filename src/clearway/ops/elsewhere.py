@@ -103,13 +103,18 @@ class Builder:
                 self._turn.release()
 
 
+def possible(kind: str) -> bool:
+    """Whether kernels for devices of `kind` can be built by a process that has none: Triton's, on CUDA."""
+    from clearway.ops import _triton  # which reads this
+
+    return kind == "cuda" and torch.version.hip is None and _triton.absent() is None
+
+
 def expect(kind: str) -> bool:
     """Starts the process, once, where a model comes to lie on a device of `kind` and kernels may have to be
     built for it; whether it did."""
     global _builder, _expected
-    from clearway.ops import _triton
-
-    if kind != "cuda" or torch.version.hip is not None or _triton.absent() is not None or state.trusted():
+    if not possible(kind) or state.trusted():
         return False
     with _lock:
         if _expected:

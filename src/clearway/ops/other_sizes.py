@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from clearway import home
-from clearway.ops import _triton, forks, state
+from clearway.ops import elsewhere, forks, state
 from clearway.ops._workers import Crew, Job, Worker
 from clearway.ops.ahead import Calls, Shaped
 from clearway.ops.contract import OPS, chosen_by_name
@@ -91,7 +91,7 @@ def expect(kind: str) -> bool:
     """Starts the process that will be wanted soon, once, where a model comes to lie on a device of `kind` and
     nothing is known to have been built before; whether it did."""
     global _expected
-    if _off() or kind != "cuda" or torch.version.hip is not None or _triton.absent() is not None:
+    if _off() or not elsewhere.possible(kind):
         return False
     if forks.there():  # it will be there at once
         return False
@@ -131,7 +131,7 @@ def begin(inputs: Sequence[Tensor], calls: Calls) -> Job | None:
     if _off() or not calls:
         return None
     first = next((one for one in inputs if one.dim() == 4), None)
-    if first is None or not first.is_cuda or torch.version.hip is not None or _triton.absent() is not None:
+    if first is None or not elsewhere.possible(first.device.type):
         return None
     base = int(first.shape[2]), int(first.shape[3])
     sizes = others(base)
