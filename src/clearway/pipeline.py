@@ -50,7 +50,12 @@ def generate(request: Request, model: Model | str = "embedded", on_event: OnEven
     `on_event` hears of stages, steps and finished groups of pictures; it may raise `Cancelled` at a step.
     Raises RequestError for an unknown sampler, schedule or option and UnavailableError for want of memory.
     """
-    model = load(model) if isinstance(model, str) else model
+    if not isinstance(request, Request):
+        raise RequestError(
+            f"a Request was to be drawn and {type(request).__name__} was given; "
+            'clearway.Request(prompt="...") makes one'
+        )
+    model = model if isinstance(model, Model) else load(model)
     request = _resolved(check(chosen.filled(request, model)), model)
     with chosen.in_use(model, request.width, request.height) as run:
         return _drawn(request, run, on_event, model)

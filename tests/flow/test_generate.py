@@ -483,3 +483,16 @@ def test_a_memory_budget_that_decided_is_written_and_pinned(monkeypatch: pytest.
     again = clearway.Request.from_infotext(result.infotexts[0])
     clearway.generate(again, "embedded")
     assert seen[1].pinned and seen[1].limit_bytes == int(seen[0].limit_bytes)
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "message"),
+    [
+        ("a red apple", "embedded", r"a Request was to be drawn and str was given"),
+        (Request(prompt="x"), object(), r"object was given; clearway.accelerate takes a Diffusers"),
+        (Request(prompt="x"), None, r"a model is a path, a name or a hub id"),
+    ],
+)
+def test_arguments_of_another_kind_are_one_sentence(request_: Any, model: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        clearway.generate(request_, model)

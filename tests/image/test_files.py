@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,3 +265,18 @@ def test_a_result_of_unequal_parts_is_a_bug(tmp_path: Path) -> None:
     broken = Result(np.zeros((2, 8, 8, 3), np.uint8), (1,), ("a",), Request())
     with pytest.raises(ValueError):
         save(broken, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "message"),
+    [(np.zeros((1, 2, 2, 3), np.uint8), "x.png", "ndarray was given"), (None, "x.png", "NoneType was given")],
+)
+def test_what_is_no_result(given: Any, target: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        save(given, target)
+
+
+@pytest.mark.parametrize("target", [None, 3])
+def test_what_is_no_path(target: Any) -> None:
+    with pytest.raises(RequestError, match="is no path"):
+        save(result(), target)

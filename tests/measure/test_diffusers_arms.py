@@ -19,6 +19,7 @@ from clearway.measure.diffusers_arms import Pipeline, reference
 from clearway.measure.quality import compare_tensors
 from clearway.measure.random_model import random_model
 from clearway.measure.scenario import Scenario
+from clearway.models import _asked
 from clearway.models._report import Ran
 from clearway.types import Precision
 
@@ -58,13 +59,17 @@ def test_groups_a_negative_prompt_and_no_guidance(model: Any) -> None:
         assert compare_tensors(theirs.latents, ours.latents)["rel_l2"] < 5e-3
 
 
-def test_after_accelerate_the_pipeline_draws_the_same_picture(model: Any) -> None:
+@pytest.mark.parametrize(("recorded", "placed"), [(True, "flat"), (False, "group_norm_silu")])
+def test_after_accelerate_the_pipeline_draws_the_same_picture(
+    model: Any, monkeypatch: pytest.MonkeyPatch, recorded: bool, placed: str
+) -> None:
+    monkeypatch.setattr(_asked, "recorded_here", lambda target, parts: recorded)
     arm, plain = (find(name).prepare(TINY, model) for name in ("diffusers-clearway", "diffusers"))
     found, expected = arm.probe(0), plain.probe(0)
     assert compare_tensors(found.latents, expected.latents)["rel_l2"] < 1e-3
     assert np.abs(found.images.astype(int) - expected.images).max() <= 2
     intended = arm.intended()
-    assert intended["accelerated"]["group_norm_silu"] > 0 and intended["png"] == "Pillow"
+    assert intended["accelerated"][placed] > 0 and intended["png"] == "Pillow"
     assert "accelerated" not in plain.intended()
     assert arm.proof() is None and model.unet.conv_in.weight.is_contiguous()
     with pytest.raises(UnavailableError, match="whole pipelines"):
@@ -74,6 +79,7 @@ def test_after_accelerate_the_pipeline_draws_the_same_picture(model: Any) -> Non
 def test_graphs_that_did_not_run_in_the_users_pipeline_are_said(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_asked, "recorded_here", lambda target, parts: False)
     setup = Pipeline(TINY, model, Compiled(), accelerated=True)
     arm = setup.arm()
     monkeypatch.setattr(diffusers_arms, "automatic", lambda kind: "cuda_graph")

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from builders import original, save_original, tiny_sd1, tiny_sd2, tiny_sdxl
+from clearway import device as machine
+from clearway.models import _asked
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +38,16 @@ def files(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, dict[str,
     """The same models as single files, by family; not to be changed."""
     place = tmp_path_factory.mktemp("files")
     return {name: save_original(held, place / f"{name}.safetensors") for name, held in tensors.items()}
+
+
+@pytest.fixture(autouse=True)
+def _beside_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate` puts every op in place on a CPU too, as beside a GPU, unless a test says otherwise."""
+    if "only_a_cpu" not in request.fixturenames:
+        monkeypatch.setattr(_asked, "recorded_here", lambda target, parts: False)
+
+
+@pytest.fixture
+def only_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU on this machine."""
+    monkeypatch.setattr(machine, "absent", lambda kind: None if kind == "cpu" else f"there is no {kind}")

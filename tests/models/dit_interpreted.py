@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from clearway.models import _dit, _dit_attention
-from clearway.models.accelerate import accelerate
+from clearway.models.accelerate import EVERY, accelerate
 from clearway.ops._implementation import refused
 from clearway.ops.contract import OPS
 from dit_builders import inputs, tiny_flux, tiny_sd3, tiny_sd35
@@ -50,7 +50,7 @@ def checked(name: str, maker: Any, dtype: torch.dtype, batch: int) -> dict[str, 
         exact = copy.deepcopy(model).double()(**wide)[0]
         if name == "flux, fused":
             model.fuse_qkv_projections()
-        accelerate(model)
+        accelerate(model, EVERY)
         for op in ("adaln_modulate", "rms_norm"):
             setattr(_dit, op, through_the_kernel(op, taken, reasons))
         _dit_attention.rope = through_the_kernel("rope", taken, reasons)

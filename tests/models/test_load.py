@@ -250,3 +250,9 @@ def test_another_want_of_memory_is_not_taken_for_the_devices(
     monkeypatch.setattr(importlib.import_module("clearway.models.load"), "load_folder", read)
     with pytest.raises(UnavailableError, match="does not fit into the memory of cpu"):
         load(folders["sd1"], device="cpu")
+
+
+@pytest.mark.parametrize("source", [None, 3, object(), torch.zeros(1)])
+def test_what_is_no_name_is_told_of_by_its_kind(source: Any) -> None:
+    with pytest.raises(RequestError, match=f"and {type(source).__name__} was given"):
+        load(source)

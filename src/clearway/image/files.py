@@ -91,6 +91,11 @@ def save(
     lost. `evidence` (JSON text) goes where the WebUI does not look: a text chunk "clearway" or EXIF
     MakerNote. Raises RequestError or UnavailableError; pictures written before stay, and are named.
     """
+    if not hasattr(result, "infotexts"):
+        raise RequestError(
+            f"a Result was to be saved and {type(result).__name__} was given; "
+            "clearway.generate gives one, and PIL.Image.fromarray saves arrays"
+        )
     place = _resolve(target, format)
     saved: list[Path] = []
     try:
@@ -111,6 +116,8 @@ def save(
 
 
 def _resolve(target: str | Path, format: str) -> _Target:
+    if not isinstance(target, str | os.PathLike):
+        raise RequestError(f"output {target!r} is no path; it would be a folder or a file such as apple.png")
     text = os.fspath(target)
     default = "." + format.lower().lstrip(".")
     if default not in FORMATS:

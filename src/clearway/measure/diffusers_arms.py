@@ -173,7 +173,8 @@ class Pipeline:
             return {}
         placed = {what: len(names) for what, names in self.report.placed.items()}
         left = {why: len(names) for why, names in self.report.left.items()}
-        return {"layout": "channels_last", "accelerated": placed, "left": left}
+        layout = {"layout": "channels_last"} if "channels_last" in placed else {}
+        return {**layout, "accelerated": placed, "left": left}
 
     def call(self, round: int, side_px: int = 0, on_step: Callable[..., Any] | None = None) -> np.ndarray:
         """Draws one round's pictures and makes them PNG bytes; uint8 (B, H, W, 3)."""
@@ -236,7 +237,7 @@ class Pipeline:
             return None
         if not self.report.placed:
             return "clearway.accelerate found nothing in this pipeline to put an op in place of"
-        wanted = automatic(self.model.device.kind)
+        wanted = "flat" if "flat" in self.report.placed else automatic(self.model.device.kind)
         for part in ("unet", "vae.decoder") if wanted != "eager" else ():
             ran = self.report.ran.get(part)
             if ran is None:

@@ -29,12 +29,14 @@ class Ran:
 class Report:
     """What `accelerate` and `restore` did: module names by what was put there, and by why they were left.
 
-    `ran` says by part what its executor has done since. It keeps no module and no graph alive.
+    `ran` says by part what its executor has done since, `notes` what whoever asked should know of what was
+    asked for. It keeps no module and no graph alive.
     """
 
     placed: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, list[str]] = field(default_factory=dict)
     ran: dict[str, Ran] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def place(self, what: str, name: str) -> None:
         """Notes that `what` was put at the module called `name`."""
@@ -51,6 +53,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{what}: {_named(names)}" for what, names in sorted(self.placed.items())]
         lines += [f"left alone, {reason}: {_named(names)}" for reason, names in self.left.items()]
+        lines += self.notes
         lines += [line for part, ran in self.ran.items() for line in ran.sentences(part)]
         return "\n".join(lines) or "nothing here that an op is put in place of"
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import CellType
 from typing import Any
 
 import torch
 from torch import nn
 
-from clearway.errors import RequestError, nearest
+from clearway.errors import RequestError
 from clearway.execution import EXECUTORS, forget
 from clearway.execution.kept import Kept
 from clearway.models import (
+    _asked,
     _attention,
     _checks,
     _dit,
@@ -58,7 +60,7 @@ OPS = (
 EVERY = (*OPS, *_dit.OPS)
 """With what is put in place in transformers (Flux, SD 3) alone."""
 
-LAYOUTS = ("contiguous", "channels_last")
+LAYOUTS = _asked.LAYOUTS
 ROWS = ("joined", "separate")
 _STRIDES = "_clearway_strides"
 _PACKED = "_clearway_packed"
@@ -71,47 +73,35 @@ _DEFAULT = "set_default_attn_processor"
 @torch.inference_mode(False)  # weights that are laid out in it stay marked by it
 def accelerate(
     target: Any,
-    ops: Iterable[str] = EVERY,
+    ops: Iterable[str] | None = None,
     *,
     executor: str = _executors.AUTO,
-    layout: str | None = "channels_last",
+    layout: str | None = _executors.AUTO,
     packed_qkv: bool | None = None,
 ) -> Report:
     """Puts `ops` and an executor in place in `target` and lays its convolutions' weights out; the report says
     where, and later what ran.
 
     `target`: a Diffusers pipeline, a module (UNet2DConditionModel, AutoencoderKL, ...) or a Model. What was
-    put there before is taken away first. `executor` runs the UNet or transformer, ControlNets, the VAE's
-    decoder and the text encoders: "auto" is captured CUDA graphs on CUDA devices and nothing elsewhere; a
-    Model is run as its choices say. `layout` None leaves memory as it is; `packed_qkv` makes one projection
-    of three in self-attention, None where the part is on a CUDA device. Raises RequestError for a target, op,
-    executor or layout that is none of these.
+    put there before is taken away first. `ops` None is every op; none where there is only a CPU, for a Model
+    on one, and with `executor` "flat". `executor` runs the UNet or transformer, ControlNets, the VAE's
+    decoder and the text encoders: "auto" is captured CUDA graphs on CUDA devices, recorded calls ("flat")
+    where there is only a CPU and no op is in place, and nothing elsewhere; a Model is run as its choices say.
+    `layout` "auto" is channels_last but with recorded calls, None leaves memory as it is; `packed_qkv` makes
+    one projection of three in self-attention, None where the part is on a CUDA device. Raises RequestError
+    for a target, op, executor or layout that is none of these.
     """
-    chosen = (ops,) if isinstance(ops, str) else tuple(ops)
-    for name in chosen:
-        if name not in EVERY:
-            raise RequestError(f"op {name!r} cannot be put in place; nearest: {nearest(name, EVERY)}")
-    if layout is not None and layout not in LAYOUTS:
-        raise RequestError(f"layout {layout!r} is not known; it is one of {', '.join(LAYOUTS)}")
-    if executor not in _executors.CHOICES:
-        raise RequestError(
-            f"executor {executor!r} is not known; it is one of {', '.join(_executors.CHOICES)}"
-        )
-    if isinstance(target, Model) and executor != _executors.AUTO:
-        raise RequestError(
-            f"executor {executor!r} was asked for and a Model is run as its choices say; "
-            "a Diffusers pipeline or a module takes it"
-        )
     parts = list(_parts(target))
+    asked = _asked.exact(target, [part for _, part in parts], EVERY, ops, executor, layout, packed_qkv)
     restore(target)
-    report = Report()
+    report = Report(notes=list(asked.notes))
     for label, part in parts:
         packed = _on_cuda(part) if packed_qkv is None else packed_qkv
-        _place(label, part, chosen, layout, packed, isinstance(target, Model), report)
-        if layout == "channels_last" and _has_images(part):
+        _place(label, part, asked.ops, asked.layout, packed, isinstance(target, Model), report)
+        if asked.layout == "channels_last" and _has_images(part):
             _channels_last(label, part, report)
         if not isinstance(target, Model):
-            _executors.place(label, part, executor, report)
+            _executors.place(label, part, asked.executor, report)
         _checks.begin(label, part, report, target if isinstance(target, Model) else None)
     if not isinstance(target, nn.Module | Model):
         _foresee(dict(parts))
@@ -166,7 +156,8 @@ def _parts(target: Any) -> Iterator[tuple[str, nn.Module]]:
                 yield label, part
     else:
         raise RequestError(
-            f"{type(target).__name__} cannot be accelerated; a Diffusers pipeline, a module or a Model can"
+            f"{type(target).__name__} cannot be accelerated or restored; a Diffusers pipeline, a module or a "
+            "Model can"
         )
 
 
@@ -325,6 +316,14 @@ def _swap(name: str, attn: Any, kept: bool, packed: bool, promised: bool, report
             report.place("packed_qkv", name)
 
 
+def _is_set(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # of a name that is bound later
+        return False
+    return True
+
+
 def _has_images(part: nn.Module) -> bool:
     from diffusers.models.resnet import ResnetBlock2D
 
@@ -384,12 +383,14 @@ def _take_away(name: str, module: nn.Module, report: Report) -> None:
 
 def _wrapped(module: nn.Module) -> Bound | None:
     """A Bound that somebody has put a wrapper around: Accelerate's hooks keep it as `_old_forward`,
-    Diffusers' in a registry, others as functools.wraps does."""
+    Diffusers' in a registry, others as functools.wraps does or in a closure."""
     held = module.__dict__
     found = list(held.values())
     for reference in getattr(held.get("_diffusers_hook"), "_fn_refs", ()):
         found += [getattr(reference, name, None) for name in ("forward", "original_forward")]
     inner = held.get("forward")
-    while (inner := getattr(inner, "__wrapped__", None)) is not None:
-        found.append(inner)
+    while inner is not None:
+        cells = getattr(inner, "__closure__", None) or ()
+        found += [inner, *(cell.cell_contents for cell in cells if _is_set(cell))]
+        inner = getattr(inner, "__wrapped__", None)
     return next((one for one in found if isinstance(one, Bound) and one.args[0] is module), None)

@@ -39,7 +39,12 @@ def load(
     RequestError for what is not there or is no usable model, UnavailableError where memory does not suffice
     or the hub cannot be reached.
     """
-    text = str(source)
+    if not isinstance(source, str | os.PathLike):
+        raise RequestError(
+            f"a model is a path, a name or a hub id, and {type(source).__name__} was given; "
+            "clearway.accelerate takes a Diffusers pipeline"
+        )
+    text = os.fspath(source)
     where = device if isinstance(device, Device) else machine.pick(device)
     dtypes = _canonical(precision or machine.default_precision(where))
     notes: tuple[str, ...] = ()
