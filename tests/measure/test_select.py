@@ -199,6 +199,14 @@ def test_an_executor_that_takes_too_long_to_build_costs_no_other_its_turn() -> N
     assert fake.timer.now() <= 600
 
 
+@pytest.mark.parametrize("name", ["flat", "cuda_graph"])
+def test_what_gives_most_has_its_turn_before_the_time_is_up(name: str) -> None:
+    fake = Fake({**{other: Plant(0.99) for other in "abcdefgh"}, name: Plant(0.5)})
+    listed = [*map(candidate, "abcdefgh"), candidate(name, slot="executor")]
+    found = chosen(fake, *listed, terms=Terms(limit_s=150))
+    assert found.chosen == (name,) and not found.complete
+
+
 def test_a_busy_machine_is_said() -> None:
     found = chosen(Fake({"win": Plant(0.95)}, jitter=0.3))
     assert found.chosen == () and "busy" in found.notes[0] and "--fresh" in found.notes[0]

@@ -15,6 +15,8 @@ from clearway import load
 from clearway.errors import RequestError
 from clearway.models import _asked
 from clearway.models.accelerate import EVERY, accelerate, restore
+from dit_builders import tiny_sd3
+from models import dit_pipelines
 from pipelines import KINDS, draw, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -108,3 +110,16 @@ def test_a_model_on_a_cpu_is_left_as_it_runs(folders: dict[str, Path], only_a_cp
     assert not report.placed and "recorded calls" in str(report)
     assert "geglu" in accelerate(model, ("geglu",), layout=None).placed
     restore(model)
+
+
+@pytest.mark.parametrize(
+    "make", [dit_pipelines.flux, lambda: dit_pipelines.sd3(tiny_sd3)], ids=["flux", "sd3"]
+)
+def test_transformers_on_a_cpu_alone_are_recorded_too(make: Any, only_a_cpu: None) -> None:
+    pipe = make()
+    before = dit_pipelines.draw(pipe)
+    report = accelerate(pipe)
+    assert np.abs(before - dit_pipelines.draw(pipe)).max() < 2e-3
+    assert "transformer ran" in str(report) and not report.reasons()
+    restore(pipe)
+    assert np.array_equal(before, dit_pipelines.draw(pipe))

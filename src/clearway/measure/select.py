@@ -41,6 +41,8 @@ from clearway.measure.trial import (
 LOOK_ROUNDS, LOOK_GROUP = 3, 4
 LOOK_CALLS = 5.5  # of an arm: one or two to warm up, then the rounds
 SLOW_SLOT = "executor"
+USUAL = ("flat", "cuda_graph")
+"""Executors that are made ready in seconds, and give most: they come first."""
 BUSY = 0.1  # a noise floor above this is the machine's other work
 LOOK_SLACK = 0.01  # 3 rounds are no test: what seems up to 1 % slower goes on in any case
 PLAIN = Change()
@@ -111,8 +113,10 @@ class _Selection:
         same = [one for one in (*proposed, *tried) if one.section == SAME]
         others = [one for one in tried if one.section != SAME]
         quick = [one for one in same if SLOW_SLOT not in one.slots]
-        groups = [(quick[at : at + LOOK_GROUP], 0.0) for at in range(0, len(quick), LOOK_GROUP)]
-        groups += [([one], 0.5) for one in same if one not in quick]
+        usual = [one for one in same if one.name in USUAL]
+        groups = [([one], 0.5) for one in usual]
+        groups += [(quick[at : at + LOOK_GROUP], 0.0) for at in range(0, len(quick), LOOK_GROUP)]
+        groups += [([one], 0.5) for one in same if one not in quick and one not in usual]
         winners: list[Candidate] = []
         for group, reserve in groups:
             going = self._look(group, rows, reserve)
