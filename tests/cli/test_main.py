@@ -86,6 +86,9 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         (["x", "--schedules=Karras"], ("'--schedules=Karras' is not understood by clearway generate",)),
         (["samplers", "--jsons"], ("clearway samplers; nearest: --json", "clearway samplers --help")),
         (["doctor", "well"], ("'well' is not understood by clearway doctor (see",)),
+        (["a", "red", "apple"], ("'red apple' is not understood", "several words are one prompt in quotes")),
+        (["schedule", "karas"], ("'karas' is neither a schedule nor a sampler; nearest: 'karras'",)),
+        (["x", "-o", "y.png", "--format", "jpg"], ("--format jpg was asked for and the output is y.png",)),
     ],
 )
 def test_what_is_not_understood_is_told_of_the_command_it_was_said_to(

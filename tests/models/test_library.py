@@ -135,6 +135,8 @@ def test_what_is_not_there(
 
 def test_the_variable_is_named_where_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CLEARWAY_MODELS" in str(not_found("anything"))
+    monkeypatch.setenv("CLEARWAY_MODELS", "/nothing/here")
+    assert "CLEARWAY_MODELS names '/nothing/here': no folder" in str(not_found("anything"))
 
 
 def test_names_of_paths() -> None:

@@ -52,11 +52,22 @@ def add(commands: Any) -> None:
     out.add_argument(
         "-o", "--output", metavar="FILE|DIR", default=None, help=f"where to (the folder {FOLDER})"
     )
-    out.add_argument("--format", choices=("png", "jpg", "webp"), default="png", help="for folders (png)")
+    out.add_argument("--format", choices=("png", "jpg", "webp"), help="for folders (png)")
     out.add_argument("--evidence", action="store_true", help="also write machine, routes and times into it")
     out.add_argument("--from", dest="source", metavar="FILE", help="repeat this picture; options change it")
     out.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
+
+
+def chosen_format(asked: str | None, target: str | None) -> str:
+    """The format for folders; RequestError where a file's name says another one."""
+    from clearway.image import FORMATS
+
+    text = target or ""
+    suffix = "" if text.endswith("/") or Path(text).is_dir() else Path(text).suffix.lower()
+    if asked is not None and suffix in FORMATS and FORMATS[suffix] != FORMATS[f".{asked}"]:
+        raise RequestError(f"--format {asked} was asked for and the output is {target}; one of them would do")
+    return asked or "png"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError('no prompt was given; try: clearway generate "a red apple"')
     request = check(request_from(args, repeated))
     target = FOLDER if args.output is None else args.output
+    args.format = chosen_format(args.format, target)
     image.check_target(target, request.count, format=args.format)
     load_ms = 0.0
 

@@ -39,6 +39,8 @@ class Parser(argparse.ArgumentParser):
         if left:
             near = difflib.get_close_matches(left[0].partition("=")[0], self._option_string_actions, n=1)
             hint = f"; nearest: {near[0]}" if near else ""
+            if self.prog.endswith((" generate", " profile")) and not any(one.startswith("-") for one in left):
+                hint = "; several words are one prompt in quotes"
             self.error(f"{' '.join(left)!r:.80} is not understood by {self.prog}{hint}")
         return found, left
 

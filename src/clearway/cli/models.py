@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from clearway.cli.output import print_json, print_table
+from clearway.cli.output import print_json, print_table, say
 
 NAMES = ("models",)
 
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints each model with its family, or why it cannot be used; only file headers are read."""
-    from clearway.models import available
+    from clearway.models import available, library
 
     found = available(args.folders)
     if args.json:
@@ -50,4 +50,7 @@ def run(args: argparse.Namespace) -> int:
         for entry in found
     ]
     print_table([("NAME", "SIZE", "FAMILY"), *rows])
+    for place in library.folders():
+        if not place.is_dir():
+            say(f"{library.VARIABLE} names {str(place)!r}, which is no folder")
     return 0

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     out.add_argument(
         "-o", "--output", metavar="FILE|DIR", help="keep the pictures (they are saved and dropped)"
     )
-    out.add_argument("--format", choices=("png", "jpg", "webp"), default="png", help="for folders (png)")
+    out.add_argument("--format", choices=("png", "jpg", "webp"), help="for folders (png)")
     out.add_argument("--evidence", action="store_true", help="also write machine, routes and times into it")
     out.add_argument(
         "--from", dest="source", metavar="FILE", help="this picture's request; options change it"
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is None and repeated is None:
         raise RequestError('no prompt was given; try: clearway profile "a red apple"')
     request = check(request_from(args, repeated))
+    args.format = drawing.chosen_format(args.format, args.output)
     if args.output is not None:
         image.check_target(args.output, request.count, format=args.format)
     if args.trace is not None:

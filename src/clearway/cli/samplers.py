@@ -61,7 +61,7 @@ def run_list(args: argparse.Namespace) -> int:
 def run_schedule(args: argparse.Namespace) -> int:
     """Prints the sigmas of one schedule over SD 1.x's noise levels."""
     from clearway import sampling
-    from clearway.errors import RequestError
+    from clearway.errors import RequestError, nearest
     from clearway.models.noise_levels import scaled_linear
 
     given = {name: getattr(args, name) for name in ("sigma_min", "sigma_max", "rho")}
@@ -74,7 +74,13 @@ def run_schedule(args: argparse.Namespace) -> int:
         label = sampling.resolve("Euler", args.name)[1]
         sigmas = sampling.schedule(args.name, args.steps, scaled_linear(), **options)
     else:
-        sampler, label = sampling.resolve(args.name, None)
+        known = [*names, *(one.label.lower() for one in sampling.samplers())]
+        try:
+            sampler, label = sampling.resolve(args.name, None)
+        except RequestError:
+            raise RequestError(
+                f"{args.name!r} is neither a schedule nor a sampler; nearest: {nearest(args.name, known)}"
+            ) from None
         sigmas = sampling.sigmas_for(sampler, label, args.steps, scaled_linear(), **options)
     if args.json:
         print_json({"schedule": label, "steps": args.steps, "sigmas": sigmas.tolist()})

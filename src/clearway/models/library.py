@@ -97,7 +97,9 @@ def not_found(source: str) -> RequestError:
         return RequestError(f"model {source!r} does not exist; {str(parent)!r} holds {there}")
     places = folders()
     names = [EMBEDDED, *(name_of(path) for path in _models(places))]
+    lost = [str(place) for place in places if not place.is_dir()]
     set_up = "" if places else f" (set {VARIABLE} to folders with models)"
+    set_up += f" ({VARIABLE} names {', '.join(map(repr, lost))}: no folder)" if lost else ""
     return RequestError(
         f"model {source!r} is not known; nearest: {_near(source, names)}{set_up}; a path or a hub id "
         "'owner/name' works too"
