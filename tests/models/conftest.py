@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from builders import original, save_original, tiny_sd1, tiny_sd2, tiny_sdxl
-from clearway import device as machine
+from clearway.device import Device
 from clearway.models import _asked
 
 
@@ -49,5 +49,6 @@ def _beside_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def only_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no GPU on this machine."""
-    monkeypatch.setattr(machine, "absent", lambda kind: None if kind == "cpu" else f"there is no {kind}")
+    """There is no GPU on this machine, for `accelerate`: others keep what they once found absent."""
+    monkeypatch.setattr(_asked, "absent", lambda kind: f"there is no {kind}")
+    monkeypatch.setattr(_asked, "pick", lambda: Device("cpu"))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from clearway import load
+from clearway.device import Device
 from clearway.errors import RequestError
 from clearway.models import _asked
 from clearway.models.accelerate import EVERY, accelerate, restore
@@ -46,7 +47,7 @@ def test_beside_a_gpu_every_op_is_in_place_wherever_the_networks_lie(
 ) -> None:
     usual = _asked.Asked(EVERY, "auto", "channels_last")
     assert asked(GPU) == usual
-    monkeypatch.setattr(_asked.machine, "absent", lambda kind: None)
+    monkeypatch.setattr(_asked, "pick", lambda: Device("cuda", 0))
     assert asked() == usual  # it may be moved there
     assert asked(executor="flat") == _asked.Asked((), "flat", None)
 

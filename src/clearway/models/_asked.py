@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from clearway import device as machine
+from clearway.device import absent, pick
 from clearway.errors import RequestError, nearest
 from clearway.models import _executors
 from clearway.models.model import Model
@@ -80,7 +80,7 @@ def exact(
             "on a CPU recorded calls (flat) are usually quicker, and most ops in place prevent them; "
             "ops=() leaves ops out"
         )
-    if executor == GRAPHS and (why := machine.absent("cuda")):
+    if executor == GRAPHS and (why := absent("cuda")):
         notes.append(f"no graph can be captured here: {why}")
     chosen = names if names is not None else () if recorded else every
     plain = recorded and not chosen
@@ -97,7 +97,7 @@ def recorded_here(target: Any, parts: Sequence[nn.Module]) -> bool:
     if isinstance(target, Model):
         return target.device.kind == "cpu"
     places = {one.device.type for part in parts for one in part.parameters()}
-    return places == {"cpu"} and machine.pick().kind == "cpu"
+    return places == {"cpu"} and pick().kind == "cpu"
 
 
 def _names(ops: Iterable[str], every: tuple[str, ...]) -> tuple[str, ...]:
