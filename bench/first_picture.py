@@ -94,7 +94,7 @@ def child(
     if begun == "at load":
         _checks.begin_loading(device, precision)
     model = random_model(name, device, precision)
-    pipe = pipeline(model, steps) if begun == BEGUN[2] else None
+    pipe = pipeline(model, steps) if begun == "by accelerate" else None
     machine.synchronize(device)
     loaded_s = time.perf_counter() - start
     pictures, accelerate_s = {}, 0.0
@@ -105,10 +105,9 @@ def child(
         accelerate_s = time.perf_counter() - start
     for number, (width, height) in enumerate(SIZES[name]):
         time.sleep(pause_s if number else 0.0)
-        before = spent() if number else before
-        first = picture(pipe or model, width, height, steps)
+        first = picture(model, pipe, width, height, steps)
         after = spent()
-        again = [picture(pipe or model, width, height, steps)["seconds"] for _ in range(warm)]
+        again = [picture(model, pipe, width, height, steps)["seconds"] for _ in range(warm)]
         seconds = first["seconds"] + (0.0 if number else accelerate_s)
         line = {"width": width, "height": height, "first_s": round(seconds, 3)}
         line |= {key: round(after[key] - before[key], 3) for key in after}
@@ -116,6 +115,7 @@ def child(
         line["over_warm_s"] = round(seconds - line["warm_s"], 3) if again else None
         line |= {key: first[key] for key in ("stages_ms", "routes", "notes")}
         pictures[("first", "another size", "a third size")[number]] = line
+        before = spent()
     content = {
         "bench": "first picture",
         "model": name,
@@ -144,33 +144,29 @@ def pipeline(model: Any, steps: int) -> Any:
     return Pipeline(replace(scenario.find("sdxl-30"), steps=steps), model, Compiled()).pipe()
 
 
-def picture(model: Any, width: int, height: int, steps: int) -> dict[str, Any]:
-    """One picture of a model or of a pipeline, from words to a PNG's bytes, on the clock."""
+def picture(model: Any, pipe: Any, width: int, height: int, steps: int) -> dict[str, Any]:
+    """One picture of the model, or of a pipeline over its weights: from words to a PNG, on the clock."""
     import torch
 
-    from clearway import Request, Result, generate
+    from clearway import Request, generate
+    from clearway import device as machine
     from clearway.image import encode
-    from clearway.models import Model
 
     asked: dict[str, Any] = {"prompt": "a red apple on a wooden table", "negative_prompt": "blurry"}
     asked |= {"width": width, "height": height}
-    result: Result | None = None
-    torch.cuda.synchronize() if torch.cuda.is_available() else None
+    machine.synchronize(model.device)
     start = time.perf_counter()
-    if isinstance(model, Model):
+    if pipe is not None:
+        drawn = pipe(**asked, num_inference_steps=steps, guidance_scale=7.0, generator=torch.manual_seed(1))
+        drawn.images[0].save(io.BytesIO(), "PNG")
+        told: dict[str, Any] = {"stages_ms": {}, "routes": {}, "notes": []}
+    else:
         request = Request(**asked, steps=steps, sampler="Euler", cfg_scale=7.0, seed=1)
         result = generate(request, model)
         encode(result.images[0], "PNG", result.infotexts[0])
-    else:
-        drawn = model(**asked, num_inference_steps=steps, guidance_scale=7.0, generator=torch.manual_seed(1))
-        drawn.images[0].save(io.BytesIO(), "PNG")
-    seconds = time.perf_counter() - start
-    return {
-        "seconds": round(seconds, 3),
-        "stages_ms": {stage: round(ms, 1) for stage, ms in result.timings_ms.items()} if result else {},
-        "routes": dict(result.routes) if result else {},
-        "notes": list(result.notes) if result else [],
-    }
+        told = {"stages_ms": {stage: round(ms, 1) for stage, ms in result.timings_ms.items()}}
+        told |= {"routes": dict(result.routes), "notes": list(result.notes)}
+    return {"seconds": round(time.perf_counter() - start, 3), **told}
 
 
 def run(folder: Path, arguments: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -44,11 +45,14 @@ ASKED_FIRST = {"geglu_linear": "geglu"}
 
 
 @torch.inference_mode()
-def generate(request: Request, model: Model | str = "embedded", on_event: OnEvent | None = None) -> Result:
+def generate(
+    request: Request, model: Model | str | Path = "embedded", on_event: OnEvent | None = None
+) -> Result:
     """The pictures that `request` asks for, drawn by `model` (a loaded one, or what `load` takes).
 
     `on_event` hears of stages, steps and finished groups of pictures; it may raise `Cancelled` at a step.
-    Raises RequestError for an unknown sampler, schedule or option and UnavailableError for want of memory.
+    Raises RequestError for an unknown sampler, schedule or option, or arguments of another kind, and
+    UnavailableError for want of memory.
     """
     if not isinstance(request, Request):
         raise RequestError(

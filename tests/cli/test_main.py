@@ -87,7 +87,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         (["samplers", "--jsons"], ("clearway samplers; nearest: --json", "clearway samplers --help")),
         (["doctor", "well"], ("'well' is not understood by clearway doctor (see",)),
         (["a", "red", "apple"], ("'red apple' is not understood", "several words are one prompt in quotes")),
-        (["schedule", "karas"], ("'karas' is neither a schedule nor a sampler; nearest: 'karras'",)),
+        (["schedule", "karas"], ("'karas' is neither a schedule nor a sampler; nearest: 'Karras'",)),
         (["x", "-o", "y.png", "--format", "jpg"], ("--format jpg was asked for and the output is y.png",)),
     ],
 )

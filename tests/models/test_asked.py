@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from clearway.device import Device
 from clearway.errors import RequestError
 from clearway.models import _asked
 from clearway.models.accelerate import EVERY, accelerate, restore
+from clearway.types import Choices
 from dit_builders import tiny_sd3
 from models import dit_pipelines
 from pipelines import KINDS, draw, pipeline
@@ -110,6 +112,18 @@ def test_a_model_on_a_cpu_is_left_as_it_runs(folders: dict[str, Path], only_a_cp
     report = accelerate(model)
     assert not report.placed and "recorded calls" in str(report)
     assert "geglu" in accelerate(model, ("geglu",), layout=None).placed
+    restore(model)
+
+
+def test_a_model_that_does_not_run_by_recorded_calls_takes_every_op(
+    folders: dict[str, Path], only_a_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folders["sd1"], device="cpu")
+    assert not _asked.recorded_here(replace(model, choices=Choices(layout="channels_last")), ())
+    assert _asked.recorded_here(replace(model, choices=Choices(executor="flat")), ())
+    monkeypatch.setenv("CLEARWAY_PLAIN", "1")
+    report = accelerate(model)
+    assert "geglu" in report.placed and not report.notes
     restore(model)
 
 

@@ -74,10 +74,10 @@ def run_schedule(args: argparse.Namespace) -> int:
         label = sampling.resolve("Euler", args.name)[1]
         sigmas = sampling.schedule(args.name, args.steps, scaled_linear(), **options)
     else:
-        known = [*names, *(one.label.lower() for one in sampling.samplers())]
         try:
             sampler, label = sampling.resolve(args.name, None)
         except RequestError:
+            known = [one.label for one in sampling.schedules()] + [one.label for one in sampling.samplers()]
             raise RequestError(
                 f"{args.name!r} is neither a schedule nor a sampler; nearest: {nearest(args.name, known)}"
             ) from None

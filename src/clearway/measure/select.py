@@ -37,12 +37,14 @@ from clearway.measure.trial import (
     trial,
     verdict,
 )
+from clearway.models.chosen import DEFAULTS
 
 LOOK_ROUNDS, LOOK_GROUP = 3, 4
 LOOK_CALLS = 5.5  # of an arm: one or two to warm up, then the rounds
 SLOW_SLOT = "executor"
-USUAL = ("flat", "cuda_graph")
-"""Executors that are made ready in seconds, and give most: they come first."""
+USUAL = {fields["executor"] for fields in DEFAULTS.values()}
+"""Executors that networks run by where nothing is selected: made ready in seconds, they give most and come
+first."""
 BUSY = 0.1  # a noise floor above this is the machine's other work
 LOOK_SLACK = 0.01  # 3 rounds are no test: what seems up to 1 % slower goes on in any case
 PLAIN = Change()

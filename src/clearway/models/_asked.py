@@ -15,8 +15,9 @@ from torch import nn
 
 from clearway.device import absent, pick
 from clearway.errors import RequestError, nearest
-from clearway.models import _executors
+from clearway.models import _executors, chosen
 from clearway.models.model import Model
+from clearway.types import Choices
 
 AUTO, FLAT, GRAPHS = _executors.AUTO, "flat", "cuda_graph"
 LAYOUTS = ("contiguous", "channels_last")
@@ -72,8 +73,8 @@ def exact(
     ]
     if recorded and names is None and whole:
         notes.append(
-            "nothing was put in place: on a CPU its pictures are drawn by recorded calls (flat), which ops "
-            "would prevent; those that are named are put in place all the same"
+            "nothing was put in place: it runs by recorded calls (flat) unless something else was selected, "
+            "and ops would prevent that; those that are named are put in place all the same"
         )
     elif recorded and names:
         notes.append(
@@ -82,10 +83,10 @@ def exact(
         )
     if executor == GRAPHS and (why := absent("cuda")):
         notes.append(f"no graph can be captured here: {why}")
-    chosen = names if names is not None else () if recorded else every
-    plain = recorded and not chosen
+    wanted = names if names is not None else () if recorded else every
+    plain = recorded and not wanted
     return Asked(
-        chosen,
+        wanted,
         FLAT if plain and not whole else executor,
         (None if plain else "channels_last") if layout == AUTO else layout,
         tuple(notes),
@@ -93,11 +94,13 @@ def exact(
 
 
 def recorded_here(target: Any, parts: Sequence[nn.Module]) -> bool:
-    """Whether recorded calls are what is quick where the target lies and will lie."""
+    """Whether recorded calls are what runs best where the target lies and will lie, or how a Model runs."""
     if isinstance(target, Model):
-        return target.device.kind == "cpu"
+        named = target.choices != Choices()
+        return (target.choices if named else chosen.default(target.device.kind)).executor == FLAT
+    best = pick().kind
     places = {one.device.type for part in parts for one in part.parameters()}
-    return places == {"cpu"} and pick().kind == "cpu"
+    return places == {best} and chosen.DEFAULTS.get(best, {}).get("executor") == FLAT
 
 
 def _names(ops: Iterable[str], every: tuple[str, ...]) -> tuple[str, ...]:

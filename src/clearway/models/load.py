@@ -44,7 +44,7 @@ def load(
             f"a model is a path, a name or a hub id, and {type(source).__name__} was given; "
             "clearway.accelerate takes a Diffusers pipeline"
         )
-    text = os.fspath(source)
+    text = os.fsdecode(source)
     where = device if isinstance(device, Device) else machine.pick(device)
     dtypes = _canonical(precision or machine.default_precision(where))
     notes: tuple[str, ...] = ()

@@ -216,9 +216,12 @@ def _sign(arg: Any, counts: bool = False) -> Any:
 
 def _launched(sign: Any) -> Any:
     """What of a sign decides which C function launches a kernel: not where an argument lies."""
-    if not isinstance(sign, tuple):
-        return sign
-    return sign[:2] + sign[3:] if sign[0] is int else sign[0] if isinstance(sign[1], bool) else sign
+    match sign:
+        case (kind, one, _, *widths) if kind is int:
+            return kind, one, *widths
+        case (dtype, bool()):
+            return dtype
+    return sign
 
 
 def _like(arg: Any) -> Any:
